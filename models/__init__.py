@@ -1,0 +1,1 @@
+"""Flax transformers: cache in, cache out. Shipped as ``specjax.models``."""
