@@ -1,0 +1,167 @@
+"""Layers that families share: linear [out, in], RMSNorm, rotary embedding, attention over a chunked cache."""
+
+from __future__ import annotations
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specjax import cache as kv
+from specjax.models.config import RopeConfig
+
+NEGATIVE = -1e30  # finite, so that a wholly masked chunk gives no NaN
+
+
+def precision_of(dtype) -> lax.Precision:
+    """Return HIGHEST for float32 (accelerators use less by default), DEFAULT otherwise."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return ``x @ weight.T`` in float32; x [..., in] is cast to the dtype of weight [out, in]."""
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(
+        x.astype(weight.dtype),
+        weight,
+        contract,
+        precision=precision_of(weight.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+class Linear(nn.Module):
+    """A projection with its weight stored [out, in]; float32 out."""
+
+    features: int
+    bias: bool = False
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
+        kernel = self.param("kernel", init, (self.features, x.shape[-1]), self.dtype)
+        y = matmul(x, kernel)
+        if self.bias:
+            y = y + self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+        return y
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (1910.07467) in float32."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * scale.astype(jnp.float32)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[np.ndarray, float]:
+    """Return the inverse frequencies [H / 2] and the factor that scales cos and sin.
+
+    The kinds follow transformers' ``modeling_rope_utils``: default, linear, llama3, and yarn (2309.00071).
+    """
+    base = rope.rope_theta
+    inverse = 1.0 / base ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.rope_type == "default":
+        return inverse, 1.0
+    if rope.rope_type == "linear":
+        return inverse / rope.factor, 1.0
+    original = rope.original_max_position_embeddings or max_positions
+    if rope.rope_type == "llama3":
+        turns = original * inverse / (2 * math.pi)
+        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        return (1 - smooth) * inverse / rope.factor + smooth * inverse, 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(rope, inverse, head_dim, original)
+    raise ValueError(f"rope_type {rope.rope_type!r} is not known: expected default, linear, llama3 or yarn.")
+
+
+def _yarn(rope: RopeConfig, inverse: np.ndarray, head_dim: int, original: int) -> tuple[np.ndarray, float]:
+    def dimension(turns: float) -> float:
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    frequencies = inverse / rope.factor * ramp + inverse * (1 - ramp)
+
+    def mscale(scale: float) -> float:
+        return 0.1 * scale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return frequencies, rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return frequencies, mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return frequencies, mscale(1.0)
+
+
+def rope_angles(frequencies: np.ndarray, scale: float, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return cos and sin [B, 1, T, H / 2] for positions [B, T]."""
+    angles = positions[:, None, :, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Apply the rotary embedding to x [B, heads, T, H]: the first half pairs with the second."""
+    cos, sin = angles
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, scale: float) -> jax.Array:
+    """Attend over the valid part of a cache, chunk by chunk, with a running softmax.
+
+    The trip count is traced, so the cost follows the longest valid length, not the capacity. A chunk that a row
+    does not need changes no bit of its result (a factor of 1 and a sum with 0).
+
+    Args:
+        q: [B, N, T, H] float32 queries at positions ``start + (0..T-1)``.
+        k, v: [B, G, S, H], with the entries of these T tokens already written; S is a multiple of CHUNK.
+        start: [B] int32.
+        scale: factor of the scores.
+
+    Returns:
+        [B, N, T, H] float32.
+    """
+    batch, heads, num_new, size = q.shape
+    groups = k.shape[1]
+    rows = heads // groups * num_new
+    q = (q * scale).reshape(batch, groups, rows, size).astype(k.dtype)
+    precision = precision_of(k.dtype)
+
+    def chunk(index, carry):
+        top, total, out = carry
+        first = index * kv.CHUNK
+        keys = lax.dynamic_slice_in_dim(k, first, kv.CHUNK, axis=2)
+        values = lax.dynamic_slice_in_dim(v, first, kv.CHUNK, axis=2)
+        scores = jnp.einsum(
+            "bgmh,bgch->bgmc", q, keys, precision=precision, preferred_element_type=jnp.float32
+        ).reshape(batch, groups, -1, num_new, kv.CHUNK)
+        seen = kv.visible(start, num_new, first, kv.CHUNK)[:, None, None]
+        scores = jnp.where(seen, scores, NEGATIVE).reshape(batch, groups, rows, kv.CHUNK)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
+        weights = jnp.exp(scores - new_top)
+        keep = jnp.exp(top - new_top)
+        mixed = jnp.einsum(
+            "bgmc,bgch->bgmh",
+            weights.astype(k.dtype),
+            values,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return new_top, total * keep + jnp.sum(weights, axis=-1, keepdims=True), out * keep + mixed
+
+    trips = (jnp.max(start) + num_new + kv.CHUNK - 1) // kv.CHUNK
+    column = jnp.zeros((batch, groups, rows, 1), jnp.float32)
+    carry = (column + NEGATIVE, column, jnp.zeros((batch, groups, rows, size), jnp.float32))
+    _, total, out = lax.fori_loop(0, trips, chunk, carry)
+    return (out / total).reshape(batch, heads, num_new, size)

@@ -1,0 +1,61 @@
+"""The fixed-size key-value cache: init, write, rollback, mask."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from specjax.types import Cache
+
+# Attention walks the cache in chunks of this many positions, whatever the capacity: the bits of a result
+# never depend on it. Capacities are multiples of it.
+CHUNK = 128
+
+
+def round_up(capacity: int) -> int:
+    """Return the smallest multiple of CHUNK that holds ``capacity`` positions."""
+    return -(-capacity // CHUNK) * CHUNK
+
+
+def init(batch: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype) -> Cache:
+    """Return an empty cache of ``round_up(capacity)`` positions: per layer [B, G, S, H] of ``dtype``."""
+    shape = (batch, num_kv_heads, round_up(capacity), head_dim)
+    # One buffer each: donated buffers must not be shared.
+    k = tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+    v = tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+    return Cache(k=k, v=v, length=jnp.zeros((batch,), jnp.int32))
+
+
+def write(buffer: jax.Array, new: jax.Array, start: Int[Array, " B"]) -> jax.Array:
+    """Write ``new`` [B, G, T, H] into ``buffer`` [B, G, S, H] at each row's own ``start``.
+
+    The caller allocates so that ``start + T <= S`` always holds: a start past that would be clamped by XLA and
+    overwrite valid entries.
+    """
+    new = new.astype(buffer.dtype)
+    if buffer.shape[0] == 1:
+        return jax.lax.dynamic_update_slice(buffer, new, (0, 0, start[0], 0))
+    return jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n, (0, s, 0)))(buffer, new, start)
+
+
+def rollback(cache: Cache, length: Int[Array, " B"]) -> Cache:
+    """Keep the first ``length`` entries of each row: nothing moves, nothing is erased."""
+    return cache.replace(length=length)
+
+
+def visible(start: Int[Array, " B"], num_new: int, first: jax.Array | int, count: int) -> Bool[Array, "B T C"]:
+    """Say which cached positions each new token sees.
+
+    Args:
+        start: [B] positions before the new tokens.
+        num_new: T.
+        first: the first cached position asked about (traced or not).
+        count: how many from there.
+
+    Returns:
+        [B, T, count]: True where ``first + c <= start + t``.
+    """
+    query = start[:, None] + jnp.arange(num_new, dtype=jnp.int32)
+    key = first + jnp.arange(count, dtype=jnp.int32)
+    return key[None, None, :] <= query[:, :, None]

@@ -1,0 +1,271 @@
+"""Protocols and records that every room shares. Imports nothing of ours.
+
+Shape letters: B batch rows, T tokens in this call, S capacity, K draft length (gamma), V vocabulary in use,
+N query heads, G key-value heads, H head size, D width, W rows of one target step.
+
+Invariants (tests/test_invariants.py; at run time under ``check=True``):
+
+1. At a round's end the target's cache holds every committed token but the last one. A draft model's cache holds
+   them too, or all but the last two after a fully accepted round: its every step feeds the two newest tokens, so
+   the missing entry is always filled before it is needed.
+2. Rows of a cache at or past ``length`` are never attended, so rollback only sets ``length``.
+3. A row ends at its limit exactly, with reason "length". The program allocates at least W rows more than the
+   longest limit, so no write can start where it would be clamped.
+4. Nothing after the first rejection, after EOS or past the budget reaches ids, counters or log-probabilities.
+5. Accept iff ``u * q < p``: no epsilon; a zero-probability token is never accepted. When rounding empties the
+   residual, the next token is drawn from p.
+6. p and q are one float32 distribution each, used both to draw and to verify. A greedy draft's q is one-hot.
+7. Every draw's key is (seed, id, sample) -> round -> purpose -> place: no draw serves two rounds, and none
+   depends on the row's place in the batch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import flax.struct
+import jax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+Params = Any  # nested dict of arrays
+
+
+@flax.struct.dataclass
+class Cache:
+    """Keys and values of every layer, of fixed size; only ``length`` says what is valid.
+
+    Attributes:
+        k, v: one array per layer, [B, G, S, H].
+        length: [B] int32, traced: the number of valid positions of each row.
+    """
+
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+    length: Int[Array, " B"]
+
+
+@flax.struct.dataclass
+class ModelOutput:
+    """What a model returns.
+
+    Attributes:
+        logits: float32 [B, T, V] (``logits="all"``), [B, V] (an index per row) or None.
+        cache: with the T new entries written and ``length`` moved on by T.
+        features: [B, T, D] float32 after the final norm, or None.
+    """
+
+    logits: jax.Array | None
+    cache: Cache
+    features: jax.Array | None = None
+
+
+@runtime_checkable
+class ModelFn(Protocol):
+    """A pure transformer: cache in, cache out. Hashable, so that it can be static under jit."""
+
+    def __call__(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        cache: Cache,
+        *,
+        logits: Literal["all", "none"] | Int[Array, " B"] = "all",
+        features: bool = False,
+    ) -> ModelOutput:
+        """Run T new tokens per row at positions ``cache.length + (0..T-1)``."""
+        ...
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        """Return an empty cache for ``batch`` rows of at least ``capacity`` positions."""
+        ...
+
+
+class Finish(enum.IntEnum):
+    """Why a row stopped; RUNNING while it has not."""
+
+    RUNNING = 0
+    EOS = 1
+    LENGTH = 2
+    ERROR = 3
+    CANCELLED = 4
+    EMPTY = 5  # a slot that holds no row
+
+
+class Status(enum.IntFlag):
+    """Bits that the loop sets for the host to read; nothing raises inside the program."""
+
+    OK = 0
+    TARGET_NOT_FINITE = 1
+    DRAFT_NOT_FINITE = 2
+    # Set by ``check=True`` programs only:
+    TARGET_CACHE_LENGTH = 4
+    DRAFT_CACHE_LENGTH = 8
+    TOKEN_OUT_OF_RANGE = 16
+    AFTER_END = 32
+    CACHE_OVERRUN = 64
+
+
+class Purpose(enum.IntEnum):
+    """What a random draw is for; folded into its key."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    RESIDUAL = 2
+    BONUS = 3
+
+
+@flax.struct.dataclass
+class RowSampling:
+    """Sampling settings of each row, as traced values.
+
+    Attributes:
+        temperature: [B] float32; 0 means greedy (the lowest id on ties).
+    """
+
+    temperature: Float[Array, " B"]
+
+
+@flax.struct.dataclass
+class DraftView:
+    """What a draft source may look at: the committed tokens and nothing past them.
+
+    Attributes:
+        tokens: [B, S] int32; entries at or past ``num_tokens`` are not valid.
+        num_tokens: [B] int32, at least 1 in a running row.
+        sampling: the rows' settings.
+        key: [B, 2] uint32, this round's key of each row.
+    """
+
+    tokens: Int[Array, "B S"]
+    num_tokens: Int[Array, " B"]
+    sampling: RowSampling
+    key: UInt32[Array, "B 2"]
+
+
+@flax.struct.dataclass
+class Proposal:
+    """A block of drafted tokens.
+
+    Attributes:
+        tokens: [B, K] int32, always inside the vocabulary, also past ``num_drafted``.
+        probs: [B, K, V] float32, the distributions the tokens were drawn from; None for a deterministic draft,
+            whose q is one-hot.
+        num_drafted: [B] int32, 0..K: how many of the tokens count in each row.
+        finite: [B] bool; False makes the round plain for that row and switches its draft off.
+    """
+
+    tokens: Int[Array, "B K"]
+    probs: Float[Array, "B K V"] | None
+    num_drafted: Int[Array, " B"]
+    finite: Bool[Array, " B"]
+
+
+@flax.struct.dataclass
+class Verdict:
+    """A rule's decision.
+
+    Attributes:
+        num_accepted: [B] int32, 0..num_drafted.
+        next_token: [B] int32, the token that follows the accepted ones (residual sample, or bonus).
+    """
+
+    num_accepted: Int[Array, " B"]
+    next_token: Int[Array, " B"]
+
+
+class Drafter(NamedTuple):
+    """A draft source: pure functions over a pytree state whose every leaf leads with the batch axis.
+
+    Attributes:
+        init: ``(params, tokens [B, T], num_tokens [B], capacity) -> state``: ready to draft after these prompts.
+        propose: ``(params, state, view, gamma, greedy) -> (Proposal, state)``. ``gamma`` and ``greedy`` are Python
+            values; under ``greedy`` every row has temperature 0 and ``probs`` is None.
+        rollback: ``(state, num_tokens [B]) -> state``: only that many tokens are committed now.
+        length: ``state -> [B]`` or None: the valid length of the draft's cache, for ``check=True``.
+    """
+
+    init: Callable[[Params, jax.Array, jax.Array, int], Any]
+    propose: Callable[[Params, Any, DraftView, int, bool], tuple[Proposal, Any]]
+    rollback: Callable[[Any, jax.Array], Any]
+    length: Callable[[Any], jax.Array | None] = lambda state: None
+
+
+class Rule(NamedTuple):
+    """A verification rule.
+
+    Attributes:
+        name: its name on the command line and in results.
+        verify: ``(logits [B, K+1, V], proposal, sampling, key [B, 2]) -> Verdict``.
+        greedy: it serves rows at temperature 0 only, and needs no probabilities.
+        lossless: the output has exactly the target's distribution.
+    """
+
+    name: str
+    verify: Callable[[jax.Array, Proposal, RowSampling, jax.Array], Verdict]
+    greedy: bool = False
+    lossless: bool = True
+
+
+@flax.struct.dataclass
+class RoundState:
+    """Everything the loop carries; every leaf leads with the batch axis.
+
+    The three per-token records stand at the token's own position and replace a per-round log: whatever prefix of
+    the output a stop leaves visible, the counters of that prefix follow from it.
+
+    Attributes:
+        tokens: [B, S] int32, prompt and output.
+        prompt_length, num_tokens: [B] int32; the output is ``tokens[prompt_length:num_tokens]``.
+        limit: [B] int32, the row ends when ``num_tokens`` reaches it.
+        eos: [B, E] int32, padded with -1.
+        finish, status: [B] int32, Finish and Status.
+        key: [B, 2] uint32, the row's key.
+        round: [B] int32, rounds this row has run.
+        draft_on: [B] bool.
+        sampling: the rows' settings.
+        cache: the target's.
+        draft: the draft source's state.
+        place: [B, S] int8, the token's place in its round, 0..K.
+        accepted: [B, S] bool, an accepted draft (else the round's extra token).
+        drafted: [B, S] int8, how many tokens its round had drafted.
+        logprobs: [B, S] float32 under the target's raw softmax, or None when not asked for.
+    """
+
+    tokens: Int[Array, "B S"]
+    prompt_length: Int[Array, " B"]
+    num_tokens: Int[Array, " B"]
+    limit: Int[Array, " B"]
+    eos: Int[Array, "B E"]
+    finish: Int[Array, " B"]
+    status: Int[Array, " B"]
+    key: UInt32[Array, "B 2"]
+    round: Int[Array, " B"]
+    draft_on: Bool[Array, " B"]
+    sampling: RowSampling
+    cache: Cache
+    draft: Any
+    place: jax.Array
+    accepted: jax.Array
+    drafted: jax.Array
+    logprobs: jax.Array | None
+
+
+@flax.struct.dataclass
+class RoundInfo:
+    """Diagnostics of one round, for tests and tracing; the loop drops it.
+
+    Attributes:
+        proposal: what was drafted.
+        logits: [B, K+1, V] float32, the target's.
+        verdict: what the rule decided.
+        emitted: [B, K+1] int32, the block of new tokens.
+        num_emitted: [B] int32, how many of them were committed.
+    """
+
+    proposal: Proposal
+    logits: jax.Array
+    verdict: Verdict
+    emitted: jax.Array
+    num_emitted: jax.Array
