@@ -30,7 +30,9 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder-only transformer. Letters: V vocabulary, L layers, N query heads, G key-value heads, H head size, D width.
+    """A decoder-only transformer.
+
+    Letters: V vocabulary, L layers, N query heads, G key-value heads, H head size, D width.
 
     Attributes:
         vocab_size: V, rows of the embedding (padding included).

@@ -1,0 +1,256 @@
+"""Prefill, the jitted while_loop, the result: the pieces a whole generation is made of.
+
+``make_decoder`` is the pure loop, to jit, shard or export; ``Program`` compiles it, with the insertion of a prompt,
+for one set of static choices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specjax import cache as kv
+from specjax import prefill, round
+from specjax.sampling import SamplingParams, stack
+from specjax.types import Drafter, Finish, ModelFn, Params, RoundState, Rule
+
+MAX_GAMMA = 64
+
+
+def make_decoder(
+    target_fn: ModelFn,
+    drafter: Drafter,
+    *,
+    rule: Rule,
+    gamma: int,
+    vocab_size: int,
+    width: int | None = None,
+    check: bool = False,
+) -> Callable[[dict[str, Params], RoundState, jax.Array | int], RoundState]:
+    """Return the loop ``decode(params, state, round_limit) -> state``: pure, one ``lax.while_loop``, no host sync.
+
+    It runs rounds until no row is running or ``round_limit`` (traced) rounds are done; call it again to go on.
+
+    Args:
+        target_fn: the target.
+        drafter: the draft source.
+        rule: the verification rule.
+        gamma: K, drafted tokens per round, 0..64.
+        vocab_size: V, the vocabulary in use.
+        width: W, rows of each target step, at least ``gamma + 1`` (the default).
+        check: also set the status bits of broken invariants.
+
+    Raises:
+        ValueError: gamma or width out of range.
+    """
+    width = gamma + 1 if width is None else width
+    if not 0 <= gamma <= MAX_GAMMA:
+        raise ValueError(f"gamma is {gamma}; expected 0..{MAX_GAMMA}.")
+    if width < gamma + 1:
+        raise ValueError(f"width is {width}; expected at least gamma + 1 = {gamma + 1}.")
+    one_round = functools.partial(
+        round.speculative_round,
+        target_fn=target_fn,
+        drafter=drafter,
+        rule=rule,
+        gamma=gamma,
+        width=width,
+        vocab_size=vocab_size,
+        check=check,
+    )
+
+    def decode(params: dict[str, Params], state: RoundState, round_limit: jax.Array | int) -> RoundState:
+        limit = jnp.asarray(round_limit, jnp.int32)
+
+        def unfinished(carry):
+            rounds, state = carry
+            return (rounds < limit) & jnp.any(state.finish == Finish.RUNNING)
+
+        def body(carry):
+            rounds, state = carry
+            return rounds + 1, one_round(params, state)[0]
+
+        return lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
+
+    return decode
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One row as the loop takes it: plain values.
+
+    Attributes:
+        ids: the prompt, at least one token.
+        limit: the row ends when prompt and output reach this many tokens; at least ``len(ids)``.
+        eos: ids that end the row.
+        key: uint32 [2], from ``sampling.row_key``.
+        sampling: how it samples.
+    """
+
+    ids: Sequence[int]
+    limit: int
+    eos: Sequence[int]
+    key: np.ndarray
+    sampling: SamplingParams = SamplingParams()
+
+
+def start(
+    params: dict[str, Params],
+    tokens: jax.Array,
+    rows: dict[str, Any],
+    *,
+    target_fn: ModelFn,
+    drafter: Drafter,
+    capacity: int,
+    logprobs: bool,
+) -> RoundState:
+    """Return the state of rows that are prefilled and have run no round.
+
+    Args:
+        params: ``{"target": ..., "draft": ...}``.
+        tokens: [B, T] padded prompts.
+        rows: ``num_tokens`` [B], ``limit`` [B], ``eos`` [B, E], ``key`` [B, 2], ``sampling``.
+        target_fn, drafter: the parts.
+        capacity: positions to allocate.
+        logprobs: keep log-probabilities.
+    """
+    batch, length = tokens.shape
+    capacity = kv.round_up(max(capacity, length))
+    count = rows["num_tokens"]
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return RoundState(
+        tokens=jnp.pad(tokens, ((0, 0), (0, capacity - length))),
+        prompt_length=count,
+        num_tokens=count,
+        limit=rows["limit"],
+        eos=rows["eos"],
+        finish=jnp.where(rows["limit"] > count, int(Finish.RUNNING), int(Finish.LENGTH)),
+        status=zeros,
+        key=rows["key"],
+        round=zeros,
+        draft_on=jnp.ones((batch,), jnp.bool_),
+        sampling=rows["sampling"],
+        cache=prefill.prefill(target_fn, params["target"], tokens, count, capacity),
+        draft=drafter.init(params["draft"], tokens, count, capacity),
+        place=jnp.zeros((batch, capacity), jnp.int8),
+        accepted=jnp.zeros((batch, capacity), jnp.bool_),
+        drafted=jnp.zeros((batch, capacity), jnp.int8),
+        logprobs=jnp.zeros((batch, capacity), jnp.float32) if logprobs else None,
+    )
+
+
+def put_row(state: RoundState, row: RoundState, slot: jax.Array | int) -> RoundState:
+    """Put a state of one row, of the same or a smaller capacity, into a slot of a batch, in place.
+
+    What the slot's last row left past the new row's valid length stays there, unseen.
+    """
+
+    def put(whole: jax.Array, part: jax.Array) -> jax.Array:
+        part = part[tuple(slice(0, size) for size in whole.shape)]
+        return lax.dynamic_update_slice(whole, part.astype(whole.dtype), (slot, *(0,) * (whole.ndim - 1)))
+
+    return jax.tree.map(put, state, row)
+
+
+class Program:
+    """The compiled pieces for one target, draft, rule, gamma and width. Compiles lazily, once per shape.
+
+    Args:
+        target_fn, drafter, rule, gamma, vocab_size, width, check: as ``make_decoder`` takes them.
+        logprobs: keep each token's log-probability under the target's raw softmax.
+        num_eos: E, columns of the EOS table.
+    """
+
+    def __init__(
+        self,
+        target_fn: ModelFn,
+        drafter: Drafter,
+        *,
+        rule: Rule,
+        gamma: int,
+        vocab_size: int,
+        width: int | None = None,
+        check: bool = False,
+        logprobs: bool = False,
+        num_eos: int = 4,
+    ):
+        decode = make_decoder(
+            target_fn, drafter, rule=rule, gamma=gamma, vocab_size=vocab_size, width=width, check=check
+        )
+        self.width = gamma + 1 if width is None else width
+        self.num_eos = num_eos
+        self._start = functools.partial(start, target_fn=target_fn, drafter=drafter, logprobs=logprobs)
+        self._decode = jax.jit(decode, donate_argnums=1)
+        self._insert = jax.jit(self._insert_row, donate_argnums=1)
+        self._blank = jax.jit(self._blank_row, donate_argnums=0)
+        self._cancel = jax.jit(_cancel_row, donate_argnums=0)
+
+    def empty(self, params: dict[str, Params], batch: int, longest: int) -> RoundState:
+        """Return ``batch`` empty slots for rows of up to ``longest`` tokens, prompt and output together."""
+        capacity = capacity_for(longest, self.width)
+        rows = self._rows([Prompt([0], 1, (), np.zeros(2, np.uint32))] * batch)
+        tokens = jnp.zeros((batch, prefill.SMALLEST_BUCKET), jnp.int32)
+        shapes = jax.eval_shape(functools.partial(self._start, capacity=capacity), params, tokens, rows)
+        state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return state.replace(finish=jnp.full((batch,), int(Finish.EMPTY), jnp.int32))
+
+    def insert(self, params: dict[str, Params], state: RoundState, prompt: Prompt, slot: int) -> RoundState:
+        """Prefill a prompt and put it into a slot. ``state`` is donated.
+
+        The row is computed by itself in the bucket of its own length, so no bit depends on the other rows.
+        """
+        size = prefill.bucket(len(prompt.ids))
+        tokens = np.zeros((1, size), np.int32)
+        tokens[0, : len(prompt.ids)] = prompt.ids
+        return self._insert(params, state, tokens, self._rows([prompt]), np.int32(slot))
+
+    def decode(self, params: dict[str, Params], state: RoundState, round_limit: int) -> RoundState:
+        """Run up to ``round_limit`` rounds. ``state`` is donated."""
+        return self._decode(params, state, np.int32(round_limit))
+
+    def cancel(self, state: RoundState, slot: int) -> RoundState:
+        """End a row where it stands. ``state`` is donated."""
+        return self._cancel(state, np.int32(slot))
+
+    def blank(self, state: RoundState, slot: int) -> RoundState:
+        """Overwrite a slot with zeros: a row that met NaN may have left some, and 0 * NaN is NaN. Donates ``state``."""
+        return self._blank(state, np.int32(slot))
+
+    def _rows(self, prompts: list[Prompt]) -> dict[str, Any]:
+        eos = np.full((len(prompts), self.num_eos), -1, np.int32)
+        for i, prompt in enumerate(prompts):
+            eos[i, : len(prompt.eos)] = prompt.eos
+        return {
+            "num_tokens": np.asarray([len(p.ids) for p in prompts], np.int32),
+            "limit": np.asarray([p.limit for p in prompts], np.int32),
+            "eos": eos,
+            "key": np.stack([p.key for p in prompts]),
+            "sampling": stack([p.sampling for p in prompts]),
+        }
+
+    def _insert_row(self, params, state: RoundState, tokens, rows, slot) -> RoundState:
+        row = self._start(params, tokens, rows, capacity=tokens.shape[1])
+        return put_row(state, row, slot)
+
+    @staticmethod
+    def _blank_row(state: RoundState, slot) -> RoundState:
+        row = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), state)
+        return put_row(state, row.replace(finish=jnp.full((1,), int(Finish.EMPTY), jnp.int32)), slot)
+
+
+def _cancel_row(state: RoundState, slot) -> RoundState:
+    return state.replace(finish=state.finish.at[slot].set(int(Finish.CANCELLED)))
+
+
+def capacity_for(longest: int, width: int) -> int:
+    """Return the positions to allocate for rows of ``longest`` tokens: a power of two of chunks, so that few
+    programs are compiled; a step of ``width`` rows that starts at the last token never runs over."""
+    chunks = kv.round_up(longest + width) // kv.CHUNK
+    return kv.CHUNK * (1 << max(chunks - 1, 0).bit_length())

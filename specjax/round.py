@@ -1,0 +1,179 @@
+"""One speculative round, pure: draft, verify, accept, commit, roll back."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax import cache as kv
+from specjax import sampling as s
+from specjax.types import (
+    Drafter,
+    DraftView,
+    Finish,
+    ModelFn,
+    Params,
+    Proposal,
+    RoundInfo,
+    RoundState,
+    Rule,
+    Status,
+    Verdict,
+)
+
+
+def speculative_round(
+    params: dict[str, Params],
+    state: RoundState,
+    *,
+    target_fn: ModelFn,
+    drafter: Drafter,
+    rule: Rule,
+    gamma: int,
+    width: int,
+    vocab_size: int,
+    check: bool = False,
+) -> tuple[RoundState, RoundInfo]:
+    """Run one round on every running row; the others keep their state.
+
+    Args:
+        params: ``{"target": ..., "draft": ...}``.
+        state: the loop's state.
+        target_fn, drafter, rule: the parts.
+        gamma: K, drafted tokens per round.
+        width: W >= K + 1, rows of the target's step; rows past K + 1 are padding.
+        vocab_size: V, the vocabulary in use; further logits are dropped.
+        check: compare the invariants and set status bits.
+
+    Returns:
+        The new state and what the round did.
+    """
+    running = state.finish == Finish.RUNNING
+    key = s.fold(state.key, state.round)
+    proposal, draft_state = _draft(params, state, drafter, gamma, rule.greedy, key)
+
+    last = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
+    block = jnp.concatenate([last, proposal.tokens], axis=1)
+    block = jnp.pad(block, ((0, 0), (0, width - gamma - 1)))
+    out = target_fn(params["target"], block, state.cache, logits="all")
+    assert out.logits is not None
+    all_logits = out.logits[..., :vocab_size]
+    logits = all_logits[:, : gamma + 1]
+    verdict = rule.verify(logits, proposal, state.sampling, key)
+
+    state = state.replace(draft_on=state.draft_on & (proposal.finite | ~running))
+    emitted, num_emitted, finish, status = _cut(state, proposal, verdict, logits, running)
+    new = _commit(state, proposal, verdict, all_logits, emitted, num_emitted)
+    new = new.replace(
+        finish=finish,
+        status=status | jnp.where(running & ~proposal.finite, int(Status.DRAFT_NOT_FINITE), 0),
+        round=state.round + running,
+        cache=kv.rollback(out.cache, jnp.where(running, new.num_tokens - 1, state.cache.length)),
+        draft=drafter.rollback(draft_state, jnp.maximum(new.num_tokens, 1)),
+    )
+    if check:
+        new = new.replace(status=new.status | _broken(state, new, drafter, running, num_emitted, vocab_size, width))
+    return new, RoundInfo(proposal, logits, verdict, emitted, num_emitted)
+
+
+def _draft(params, state: RoundState, drafter: Drafter, gamma: int, greedy: bool, key) -> tuple[Proposal, object]:
+    view = DraftView(
+        tokens=state.tokens, num_tokens=jnp.maximum(state.num_tokens, 1), sampling=state.sampling, key=key
+    )
+    proposal, draft_state = drafter.propose(params["draft"], state.draft, view, gamma, greedy)
+    finite = proposal.finite | ~state.draft_on
+    return (
+        proposal.replace(num_drafted=jnp.where(state.draft_on & finite, proposal.num_drafted, 0), finite=finite),
+        draft_state,
+    )
+
+
+def _cut(
+    state: RoundState,
+    proposal: Proposal,
+    verdict: Verdict,
+    logits: Float[Array, "B K1 V"],
+    running: jax.Array,
+) -> tuple[Int[Array, "B K1"], Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
+    """Return the block of new tokens, how many of them are committed, and each row's finish and status.
+
+    The cut falls after the first EOS, at the limit, or before the first token whose logits are not finite.
+    """
+    places = jnp.arange(logits.shape[1])
+    accepted = verdict.num_accepted[:, None]
+    drafts = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+    emitted = jnp.where(places < accepted, drafts, verdict.next_token[:, None])
+
+    room = state.limit - state.num_tokens
+    count = jnp.minimum(verdict.num_accepted + 1, room)
+    is_eos = jnp.any(emitted[:, :, None] == state.eos[:, None, :], axis=-1) & (places < count[:, None])
+    ends = jnp.any(is_eos, axis=1)
+    count = jnp.where(ends, jnp.argmax(is_eos, axis=1) + 1, count)
+
+    # The largest logit is NaN if any is, infinite if one is +inf, -inf if none is left.
+    bad = ~jnp.isfinite(jnp.max(logits, axis=-1)) & (places < count[:, None])
+    broken = jnp.any(bad, axis=1)
+    count = jnp.where(broken, jnp.argmax(bad, axis=1), count)
+
+    finish = jnp.where(room <= count, int(Finish.LENGTH), int(Finish.RUNNING))
+    finish = jnp.where(ends, int(Finish.EOS), finish)
+    finish = jnp.where(broken, int(Finish.ERROR), finish)
+    status = state.status | jnp.where(running & broken, int(Status.TARGET_NOT_FINITE), 0)
+    return emitted, jnp.where(running, count, 0), jnp.where(running, finish, state.finish), status
+
+
+def _commit(
+    state: RoundState,
+    proposal: Proposal,
+    verdict: Verdict,
+    logits: Float[Array, "B W V"],
+    emitted: Int[Array, "B K1"],
+    num_emitted: Int[Array, " B"],
+) -> RoundState:
+    """Append the new tokens and their records; what lies past ``num_tokens`` afterwards is not valid."""
+    size = emitted.shape[1]
+    places = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int8), emitted.shape)
+    drafted = jnp.broadcast_to(proposal.num_drafted[:, None].astype(jnp.int8), emitted.shape)
+    at = state.num_tokens
+    logprobs = state.logprobs
+    if logprobs is not None:
+        # Over all W rows, so that the bits do not depend on gamma.
+        norm = jax.nn.logsumexp(logits, axis=-1)[:, :size]
+        chosen = jnp.take_along_axis(logits[:, :size], emitted[..., None], axis=-1)[..., 0]
+        logprobs = _append(logprobs, chosen - norm, at)
+    return state.replace(
+        tokens=_append(state.tokens, emitted, at),
+        num_tokens=at + num_emitted,
+        place=_append(state.place, places, at),
+        accepted=_append(state.accepted, places < verdict.num_accepted[:, None], at),
+        drafted=_append(state.drafted, drafted, at),
+        logprobs=logprobs,
+    )
+
+
+def _append(buffer: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
+    return jax.vmap(lambda b, n, i: jax.lax.dynamic_update_slice(b, n.astype(b.dtype), (i,)))(buffer, new, at)
+
+
+def _broken(old, new: RoundState, drafter: Drafter, running, num_emitted, vocab_size: int, width: int) -> jax.Array:
+    """Return status bits for what an invariant forbids."""
+
+    def bit(flag: Status, wrong: jax.Array) -> jax.Array:
+        return jnp.where(wrong, int(flag), 0)
+
+    bits = bit(Status.TARGET_CACHE_LENGTH, running & (new.cache.length != new.num_tokens - 1))
+    length = drafter.length(new.draft)
+    if length is not None:
+        short = (length < new.num_tokens - 2) | (length > new.num_tokens - 1)
+        bits |= bit(Status.DRAFT_CACHE_LENGTH, running & short)
+    positions = jnp.arange(new.tokens.shape[1])
+    output = (positions >= new.prompt_length[:, None]) & (positions < new.num_tokens[:, None])
+    wild = output & ((new.tokens < 0) | (new.tokens >= vocab_size))
+    bits |= bit(Status.TOKEN_OUT_OF_RANGE, jnp.any(wild, axis=1))
+    inner = output & (positions < new.num_tokens[:, None] - 1)
+    early = inner & jnp.any(new.tokens[:, :, None] == new.eos[:, None, :], axis=-1)
+    bits |= bit(Status.AFTER_END, jnp.any(early, axis=1) | (new.num_tokens > new.limit) & running)
+    bits |= bit(Status.AFTER_END, ~running & (num_emitted > 0))
+    bits |= bit(Status.CACHE_OVERRUN, old.num_tokens - 1 + width > new.tokens.shape[1])
+    return bits

@@ -1,0 +1,57 @@
+"""The rejection rule (Leviathan et al. 2211.17192, Algorithm 1; Chen et al. 2302.01318, Algorithm 2).
+
+Accept draft i with probability min(1, p_i / q_i). At the first rejection draw from (p - q)_+ normalised; after
+a wholly accepted block draw the bonus from the next p. A row at temperature 0 has one-hot p, which makes the same
+rule greedy.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+from specjax import sampling as s
+from specjax.types import Proposal, Purpose, RowSampling, Rule, Verdict
+from specjax.verify.greedy import leading
+
+
+def verify(
+    logits: Float[Array, "B K1 V"], proposal: Proposal, sampling: RowSampling, key: UInt32[Array, "B 2"]
+) -> Verdict:
+    """Decide one block; see ``specjax.types.Rule``."""
+    target = s.distribution(logits, sampling)
+    gamma = proposal.tokens.shape[1]
+    p_drafted = jnp.take_along_axis(target.probs[:, :gamma], proposal.tokens[..., None], axis=-1)[..., 0]
+    q_drafted = jnp.ones_like(p_drafted)
+    if proposal.probs is not None:
+        q_drafted = jnp.take_along_axis(proposal.probs, proposal.tokens[..., None], axis=-1)[..., 0]
+    u = s.uniforms(s.purpose_key(key, Purpose.ACCEPT), gamma)
+    num_accepted = leading(u * q_drafted < p_drafted, proposal.num_drafted)
+    rejected = num_accepted < proposal.num_drafted
+
+    here = num_accepted[:, None, None]
+    p = jnp.take_along_axis(target.probs, here, axis=1)[:, 0]
+    log_weights = jnp.take_along_axis(target.log_weights, here, axis=1)[:, 0]
+    if gamma:
+        log_weights = jnp.where(rejected[:, None], _residual(p, log_weights, proposal, num_accepted), log_weights)
+    purpose = jnp.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
+    return Verdict(num_accepted, s.draw(log_weights, s.fold(key, purpose)))
+
+
+def _residual(p: jax.Array, log_weights: jax.Array, proposal: Proposal, place: jax.Array) -> jax.Array:
+    """Return log (p - q)_+ [B, V] at the rejected place; log p where rounding leaves nothing."""
+    gamma, vocab = proposal.tokens.shape[1], p.shape[-1]
+    place = jnp.minimum(place, gamma - 1)[:, None]
+    if proposal.probs is None:
+        # q is one-hot: the residual is p without the draft.
+        drafted = jnp.take_along_axis(proposal.tokens, place, axis=1)
+        left = jnp.where(jnp.arange(vocab) == drafted, -jnp.inf, log_weights)
+    else:
+        q = jnp.take_along_axis(proposal.probs, place[..., None], axis=1)[:, 0]
+        left = jnp.log(jnp.maximum(p - q, 0.0))
+    empty = jnp.all(jnp.isneginf(left), axis=-1, keepdims=True)
+    return jnp.where(empty, log_weights, left)
+
+
+RULE = Rule(name="rejection", verify=verify)
