@@ -116,7 +116,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], Family, DecoderConfig]:
     except KeyError as error:
         raise CheckpointError(f"{path} lacks the key {error.args[0]!r}.") from error
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def _special_ids(folder: Path, hf_config: Mapping[str, Any]) -> tuple[tuple[int, ...], int | None]:
