@@ -1,0 +1,21 @@
+"""Checkpoints in and out: Hugging Face folders, hub ids, GGUF files, models known by name."""
+
+from __future__ import annotations
+
+from specjax.checkpoint.fetch import fetch, fetched_folder, names
+from specjax.checkpoint.files import MissingCheckpoint, cache_folder
+from specjax.checkpoint.hf import Checkpoint, load_folder, save_folder
+from specjax.checkpoint.where import load_checkpoint, resolve
+
+__all__ = [
+    "Checkpoint",
+    "MissingCheckpoint",
+    "cache_folder",
+    "fetch",
+    "fetched_folder",
+    "load_checkpoint",
+    "load_folder",
+    "names",
+    "resolve",
+    "save_folder",
+]

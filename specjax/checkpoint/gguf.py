@@ -111,10 +111,14 @@ class GGUF:
             ) from error
         architecture = ARCHITECTURES.get(name)
         if architecture is None:
-            raise CheckpointError(f"{path}: GGUF architecture {name!r} is not supported; known: {', '.join(ARCHITECTURES)}.")
+            raise CheckpointError(
+                f"{path}: GGUF architecture {name!r} is not supported; known: {', '.join(ARCHITECTURES)}."
+            )
         self.name, self.architecture = name, architecture
         unknown = sorted(
-            key for key in self._reader.fields if key.startswith(f"{name}.") and key[len(name) + 1 :] not in architecture.keys
+            key
+            for key in self._reader.fields
+            if key.startswith(f"{name}.") and key[len(name) + 1 :] not in architecture.keys
         )
         if unknown:
             raise CheckpointError(f"{path}: metadata not honoured: {', '.join(unknown[:5])}.")
@@ -261,7 +265,9 @@ def hf_config(file: GGUF) -> dict[str, Any]:
     head_dim = file.opt("attention.key_length", file.opt("rope.dimension_count", width // heads))
     for key in ("attention.value_length", "rope.dimension_count"):
         if file.opt(key, head_dim) != head_dim:
-            raise CheckpointError(f"{file.path}: {key} {file.opt(key)} unlike the head size {head_dim} is not honoured.")
+            raise CheckpointError(
+                f"{file.path}: {key} {file.opt(key)} unlike the head size {head_dim} is not honoured."
+            )
     if "token_embd.weight" not in file.shapes:
         raise CheckpointError(f"{file.path}: tensor token_embd.weight is missing.")
     config = {

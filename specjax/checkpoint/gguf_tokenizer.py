@@ -182,5 +182,3 @@ def _write_config(folder: Path, tokens: list[str], get: Callable[[str], Any]) ->
         config["chat_template"] = template
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8", newline="")
     write_json(folder / "tokenizer_config.json", config)
-
-

@@ -234,11 +234,7 @@ def save_folder(
             raise CheckpointError(
                 f"Parameter {'/'.join(leaf.path)} has shape {list(got)}; the config asks for {list(leaf.shape)}."
             )
-    shapes = {
-        name: shape
-        for leaf in leaves
-        for name, shape in zip(leaf.sources, leaf.source_shapes, strict=True)
-    }
+    shapes = {name: shape for leaf in leaves for name, shape in zip(leaf.sources, leaf.source_shapes, strict=True)}
     with staged(path) as temp:
         write_config(temp, hf_config, dtype)
         tensors.write_tensors(temp / tensors.SINGLE, shapes, _sources(params, leaves), dtype)

@@ -96,7 +96,9 @@ class TensorStore:
         """
         stored = self.tensors.get(name)
         if stored is None:
-            raise CheckpointError(f"Tensor {name} {list(shape)} is missing from {self.folder}; config.json asks for it.")
+            raise CheckpointError(
+                f"Tensor {name} {list(shape)} is missing from {self.folder}; config.json asks for it."
+            )
         if stored.shape != tuple(shape):
             raise CheckpointError(
                 f"Tensor {name} in {stored.file} has shape {list(stored.shape)}; config.json asks for {list(shape)}."

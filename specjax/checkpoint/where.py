@@ -1,0 +1,135 @@
+"""WHERE: what a user writes for a model, and the folder that it stands for."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from specjax.checkpoint import fetch, hf
+from specjax.checkpoint.files import MissingCheckpoint
+from specjax.errors import CheckpointError, UsageError
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_HUB_SECONDS = 10
+_ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "orbax.checkpoint", "commit_success.txt")
+
+
+def load_checkpoint(where: str | Path, *, dtype: str = "float32", progress: bool = False) -> hf.Checkpoint:
+    """Load a model from wherever the user says it is.
+
+    Args:
+        where: as in ``resolve``.
+        dtype: "float32" or "bfloat16", of every matrix.
+        progress: show downloads and conversions on standard error.
+
+    Raises:
+        UsageError: an unknown name or dtype.
+        MissingCheckpoint: nothing is there.
+        CheckpointError: what is there cannot be read.
+
+    Example:
+        checkpoint = load_checkpoint("smollm2-135m", dtype="bfloat16")
+    """
+    return hf.load_folder(resolve(where, progress=progress), dtype=dtype, name=str(where))
+
+
+def resolve(where: str | Path, *, progress: bool = False) -> Path:
+    """Return the folder in Hugging Face layout that ``where`` stands for, making it when needed.
+
+    Args:
+        where: a folder, a ``.gguf`` file, a name in ``configs/models``, or a hub id ``org/name``; what
+            exists on disk comes first.
+        progress: show downloads and conversions on standard error.
+
+    Raises:
+        UsageError: a bare word that is no known name.
+        MissingCheckpoint: a path that does not exist, or a hub id that the hub does not give.
+        CheckpointError: a file or folder of another kind, or a download or conversion that failed.
+    """
+    text = os.fspath(where)
+    path = Path(text).expanduser()
+    if text and path.is_dir():
+        _refuse_orbax(path)
+        return path
+    if text and path.is_file():
+        return _file(path, progress)
+    if text in fetch.names():
+        return fetch.fetch(text, progress=progress)
+    if isinstance(where, Path) or _looks_like_path(text):
+        raise MissingCheckpoint(f"{text} does not exist. Pass a folder in Hugging Face layout or a .gguf file.")
+    if _HUB_ID.fullmatch(text):
+        return _hub(text, progress)
+    raise UsageError(
+        f"Model {text!r} is not known. Known names: {', '.join(fetch.names())}; "
+        "otherwise pass a folder, a .gguf file or a hub id 'org/name'."
+    )
+
+
+def _looks_like_path(text: str) -> bool:
+    first = text.split("/", 1)[0]
+    return (
+        text.startswith(("/", "./", "../", "~"))
+        or text.endswith((".gguf", ".safetensors", "/"))
+        or "\\" in text
+        or text.count("/") > 1
+        or ("/" in text and Path(first).is_dir())
+    )
+
+
+def _file(path: Path, progress: bool) -> Path:
+    if path.suffix.lower() == ".gguf":
+        from specjax.checkpoint.gguf import convert
+
+        return convert(path, progress=progress)
+    if path.suffix == ".safetensors" or path.name == hf.CONFIG:
+        raise CheckpointError(f"{path} is one file of a model. Pass its folder, {path.parent}.")
+    raise CheckpointError(f"{path} is not a model: expected a .gguf file or a folder in Hugging Face layout.")
+
+
+def _refuse_orbax(folder: Path) -> None:
+    if (folder / hf.CONFIG).exists():
+        return
+    found = [mark for mark in _ORBAX_MARKS if (folder / mark).exists() or list(folder.glob(f"*/{mark}"))]
+    if found:
+        raise CheckpointError(
+            f"{folder} is an Orbax checkpoint ({found[0]}), which this version does not read. "
+            "Export it to a folder in Hugging Face layout with specjax.checkpoint.save_folder."
+        )
+
+
+def _hub(repo: str, progress: bool) -> Path:
+    """Download a model from the hub; its cache serves when the hub cannot be reached."""
+    import huggingface_hub
+    from huggingface_hub import errors
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+    here = f"There is no folder {repo!r} here, and"
+    if progress:
+        enable_progress_bars()
+    else:
+        disable_progress_bars()
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"], etag_timeout=_HUB_SECONDS
+            )
+        )
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"Hub id {repo!r} asks for your consent first: accept its terms on its page, then run 'hf auth login'."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise MissingCheckpoint(
+            f"{here} the hub has no public model of that id. Check the spelling; for a private one run 'hf auth login'."
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise MissingCheckpoint(
+            f"{here} the hub cannot be reached. Check the network, or pass a folder in Hugging Face layout."
+        ) from error
+    except errors.HFValidationError as error:
+        raise UsageError(f"{repo!r} is neither a folder nor a hub id ({error}).") from error
+    except Exception as error:  # the hub's client lets its HTTP library's errors through
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{here} downloading it from the hub failed: {reason[0]}.") from error
