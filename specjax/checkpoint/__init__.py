@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from specjax.checkpoint.fetch import fetch, fetched_folder, names
 from specjax.checkpoint.files import MissingCheckpoint, cache_folder
 from specjax.checkpoint.hf import Checkpoint, load_folder, save_folder
+from specjax.checkpoint.known import fetch, fetched_folder, names
 from specjax.checkpoint.where import load_checkpoint, resolve
 
 __all__ = [

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from specjax.checkpoint import fetch, hf
+from specjax.checkpoint import hf, known
 from specjax.checkpoint.files import MissingCheckpoint
 from specjax.errors import CheckpointError, UsageError
 
@@ -55,14 +55,14 @@ def resolve(where: str | Path, *, progress: bool = False) -> Path:
         return path
     if text and path.is_file():
         return _file(path, progress)
-    if text in fetch.names():
-        return fetch.fetch(text, progress=progress)
+    if text in known.names():
+        return known.fetch(text, progress=progress)
     if isinstance(where, Path) or _looks_like_path(text):
         raise MissingCheckpoint(f"{text} does not exist. Pass a folder in Hugging Face layout or a .gguf file.")
     if _HUB_ID.fullmatch(text):
         return _hub(text, progress)
     raise UsageError(
-        f"Model {text!r} is not known. Known names: {', '.join(fetch.names())}; "
+        f"Model {text!r} is not known. Known names: {', '.join(known.names())}; "
         "otherwise pass a folder, a .gguf file or a hub id 'org/name'."
     )
 
