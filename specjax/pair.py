@@ -1,0 +1,259 @@
+"""A target and its draft: loaded, compared, and ready for the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+
+from specjax import draft as sources
+from specjax.checkpoint import Checkpoint, MissingCheckpoint, load_checkpoint
+from specjax.errors import CheckpointError, SpecjaxError, UsageError
+from specjax.models.decoder import DecoderFn
+from specjax.text import Tokenizer, load_tokenizer
+from specjax.types import Drafter, ModelFn, Params
+
+DEFAULT_PAIR = "smollm2"
+DEFAULT_DTYPE = "bfloat16"
+SPECULATION_ON = "on"
+
+
+class DraftWarning(UserWarning):
+    """The draft cannot be used and decoding goes on without it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A loaded model.
+
+    Attributes:
+        name: what the user called it.
+        fn, params: the pure function and its parameters.
+        tokenizer: None when its folder has none; then only ``prompt_ids`` are served.
+        vocab_size: V, the vocabulary in use: the tokenizer's, or every row of the embedding without one.
+        max_positions: the context length.
+        eos_ids: ids that end a row.
+        bos_id: the beginning-of-text id, or None.
+        dtype: of the weights.
+    """
+
+    name: str
+    fn: ModelFn
+    params: Params
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_positions: int
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A draft source with its parameters.
+
+    Attributes:
+        name: "none", "ngram", or what the user called the model.
+        drafter, params: the pure functions and their parameters.
+        speculation: "on", or "off: reason".
+    """
+
+    name: str
+    drafter: Drafter
+    params: Params
+    speculation: str = SPECULATION_ON
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A target with a draft that fits it.
+
+    Attributes:
+        target, draft: the two.
+        gamma: the pair's own draft length, or None.
+    """
+
+    target: Model
+    draft: Draft
+    gamma: int | None = None
+
+
+def no_draft(reason: str = "no draft") -> Draft:
+    """Return the draft that never drafts: plain decoding."""
+    return Draft("none", sources.no_drafter(), {}, f"off: {reason}")
+
+
+def load(
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    *,
+    pair: str | Path | None = None,
+    dtype: str = DEFAULT_DTYPE,
+    require_draft: bool = False,
+    progress: bool = False,
+) -> Pair:
+    """Load a target and its draft.
+
+    Args:
+        target: where the target is: a folder in Hugging Face layout, a .gguf file, a known name, or a hub id.
+        draft: the same, or "ngram", or "none". Default: the pair's, else "ngram".
+        pair: the name of a pair in ``specjax.configs``, or a .toml file like those; excludes ``target``. With neither,
+            the default pair.
+        dtype: of the weights, "bfloat16" or "float32"; accumulation is float32 in both.
+        require_draft: raise when the draft cannot be used, instead of warning and decoding without it.
+        progress: show downloads and conversions on standard error.
+
+    Raises:
+        UsageError: an unknown name, both target and pair, or tokenizers that differ.
+        CheckpointError: the target cannot be read (or the draft, under ``require_draft``).
+
+    Example:
+        pair = specjax.load(target="smollm2-135m", draft="ngram", dtype="float32")
+    """
+    if target is not None and pair is not None:
+        raise UsageError("Got both a target and a pair; give one of them.")
+    gamma = None
+    if target is None:
+        named = read_pair(pair or DEFAULT_PAIR)
+        target, draft, gamma = named.target, draft or named.draft, named.gamma
+    model = load_model(target, dtype=dtype, progress=progress)
+    return Pair(model, _load_draft(draft or "ngram", model, dtype, require_draft, progress), gamma)
+
+
+class PairConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A pair's .toml file: WHERE of target and draft, and a draft length."""
+
+    target: str
+    draft: str = "ngram"
+    gamma: int | None = None
+
+
+def pair_names() -> list[str]:
+    """Return the names of the pairs that ship."""
+    folder = importlib.resources.files("specjax.configs") / "pairs"
+    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+
+
+def read_pair(pair: str | Path) -> PairConfig:
+    """Read a pair by name, or from a .toml file whose relative folders are taken from where it lies.
+
+    Raises:
+        UsageError: an unknown name or a file that cannot be read.
+    """
+    path = Path(pair)
+    named = path.suffix != ".toml"
+    if named and str(pair) not in pair_names():
+        raise UsageError(f"Pair {str(pair)!r} is not known; known: {', '.join(pair_names())}, or pass a .toml file.")
+    try:
+        if named:
+            text = (importlib.resources.files("specjax.configs") / "pairs" / f"{pair}.toml").read_text()
+        else:
+            text = path.read_text()
+        config = msgspec.toml.decode(text, type=PairConfig)
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise UsageError(f"Pair {pair}: {error}. Expected target, and optionally draft and gamma.") from error
+    if named:
+        return config
+
+    def beside(where: str) -> str:
+        return str(path.parent / where) if (path.parent / where).exists() else where
+
+    return msgspec.structs.replace(config, target=beside(config.target), draft=beside(config.draft))
+
+
+def load_model(where: str | Path, *, dtype: str = DEFAULT_DTYPE, progress: bool = False) -> Model:
+    """Load one model with its tokenizer.
+
+    Raises:
+        UsageError: an unknown name or dtype.
+        CheckpointError: it cannot be read.
+    """
+    checkpoint = load_checkpoint(where, dtype=dtype, progress=progress)
+    return model_of(checkpoint, load_tokenizer(checkpoint.folder), dtype)
+
+
+def model_of(checkpoint: Checkpoint, tokenizer: Tokenizer | None, dtype: str) -> Model:
+    """Return a checkpoint as a Model.
+
+    Raises:
+        CheckpointError: the tokenizer has ids that the model has no embedding for.
+    """
+    rows = checkpoint.config.vocab_size
+    if tokenizer is not None and tokenizer.vocab_size > rows:
+        raise CheckpointError(
+            f"{checkpoint.name}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding {rows} rows; "
+            "the two do not belong together."
+        )
+    # bfloat16 buffers are rewritten whole at each step by the CPU backend of jax < 0.11.
+    cache_dtype = "float32" if jax.default_backend() == "cpu" else dtype
+    return Model(
+        name=checkpoint.name,
+        fn=DecoderFn(checkpoint.config, dtype, cache_dtype),
+        params=checkpoint.params,
+        tokenizer=tokenizer,
+        vocab_size=rows if tokenizer is None else tokenizer.vocab_size,
+        max_positions=checkpoint.config.max_positions,
+        eos_ids=checkpoint.eos_ids,
+        bos_id=checkpoint.bos_id,
+        dtype=dtype,
+    )
+
+
+def _load_draft(where: str | Path, target: Model, dtype: str, require: bool, progress: bool) -> Draft:
+    if str(where) == "none":
+        return no_draft()
+    if str(where) == "ngram":
+        return Draft("ngram", sources.ngram_drafter(), {})
+    try:
+        model = load_model(where, dtype=dtype, progress=progress)
+    except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError) as error:
+        missing = isinstance(error, MissingCheckpoint)
+        return unusable(where, f"{'missing' if missing else 'cannot be loaded'}: {first_line(error)}", require)
+    return draft_of(model, target)
+
+
+def draft_of(model: Model, target: Model) -> Draft:
+    """Return a model as the draft of a target.
+
+    Raises:
+        UsageError: the two do not fit: other tokenizers, or (where there is none to compare) other sizes.
+    """
+    ours, theirs = target.tokenizer, model.tokenizer
+    if ours is not None and theirs is not None and (found := ours.differences(theirs)):
+        raise UsageError(
+            f"The tokenizers of target {target.name} and draft {model.name} differ ({'; '.join(found)}): "
+            "a draft must share its target's tokenizer."
+        )
+    rows = model.fn.config.vocab_size if isinstance(model.fn, DecoderFn) else model.vocab_size
+    fits = rows >= target.vocab_size if ours is not None else rows == target.vocab_size
+    if not fits:
+        raise UsageError(
+            f"Draft {model.name} has {rows} ids, target {target.name} uses {target.vocab_size}: "
+            "a draft must share its target's vocabulary."
+        )
+    return Draft(model.name, sources.model_drafter(model.fn, target.vocab_size), model.params)
+
+
+def unusable(where: object, reason: str, require: bool) -> Draft:
+    """Warn that the draft cannot be used and return no draft; raise under ``require``.
+
+    Raises:
+        CheckpointError: ``require`` is set.
+    """
+    if require:
+        raise CheckpointError(f"Draft {where} {reason} A draft is required (--require-draft).")
+    warnings.warn(f"Draft {where} {reason} Decoding goes on without a draft.", DraftWarning, stacklevel=2)
+    return no_draft(f"draft {reason}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's first line, or its type where it has none."""
+    if isinstance(error, SpecjaxError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{lines[0] if lines else type(error).__name__}."
