@@ -241,6 +241,7 @@ class StopFinder:
         stop: the stop string found, or None.
         stop_index: the place (from 0) of the id that completes it among all ids pushed, or None. Output keeps
             ``ids[:stop_index + 1]``.
+        text: all that was returned so far, joined.
 
     Raises:
         ValueError: a stop string is empty or holds U+FFFD, which stands for broken bytes.
@@ -254,6 +255,7 @@ class StopFinder:
         self._decoder = decoder
         self._held = ""
         self._count = 0
+        self.text = ""
         self.stop: str | None = None
         self.stop_index: int | None = None
 
@@ -267,12 +269,16 @@ class StopFinder:
             if self.stop is not None:
                 break
             shown.append(self._step(token_id))
-        return "".join(shown)
+        text = "".join(shown)
+        self.text += text
+        return text
 
     def flush(self) -> str:
         """End the stream and return the text kept back; empty after a stop."""
         held, self._held = self._held, ""
-        return "" if self.stop is not None else held + self._decoder.flush()
+        text = "" if self.stop is not None else held + self._decoder.flush()
+        self.text += text
+        return text
 
     def _step(self, token_id: int) -> str:
         self._held += self._decoder.push([token_id])

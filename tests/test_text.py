@@ -132,7 +132,9 @@ def run_finder(tokenizer: Tokenizer, ids: list[int], stops: list[str], sizes: li
     for size in [*sizes, len(ids)]:
         shown += finder.push(ids[place : place + size])
         place += size
-    return shown, finder, shown + finder.flush()
+    whole = shown + finder.flush()
+    assert finder.text == whole
+    return shown, finder, whole
 
 
 @pytest.mark.parametrize("name", ["byte-level", "sentencepiece", "always", "cleanup"])
