@@ -211,7 +211,8 @@ def _values(
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), disable=not progress, transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not (progress and console.is_terminal), transient=True) as bar:
         task = bar.add_task(f"Converting {file.path.name}", total=sum(math.prod(file.shapes[n]) for n in names))
         for old, new in names.items():
             values = file.tensor(old)

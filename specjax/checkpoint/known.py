@@ -191,7 +191,8 @@ class _Stages:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
         columns = (TextColumn("  "), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True)
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True)
         self._shown = shown
         self._task = None
 

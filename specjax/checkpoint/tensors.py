@@ -136,7 +136,7 @@ class TensorStore:
                     raw = part
                 else:
                     raw = np.empty(part.shape, source)
-                if file.readinto(memoryview(raw.view(np.uint8))) != raw.nbytes:
+                if file.readinto(raw.view(np.uint8).data) != raw.nbytes:
                     raise CheckpointError(f"{stored.file} ends inside tensor {name}. Copy or download the file again.")
                 if raw is not part:
                     part[...] = raw

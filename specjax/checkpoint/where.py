@@ -106,16 +106,11 @@ def _hub(repo: str, progress: bool) -> Path:
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     here = f"There is no folder {repo!r} here, and"
-    if progress:
-        enable_progress_bars()
-    else:
-        disable_progress_bars()
+    (enable_progress_bars if progress else disable_progress_bars)()
+    wanted = {"allow_patterns": _HUB_FILES, "ignore_patterns": ["*/*"]}
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                repo, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"], etag_timeout=_HUB_SECONDS
-            )
-        )
+        # snapshot_download asks the same first, but without a time limit.
+        huggingface_hub.HfApi().repo_info(repo, timeout=_HUB_SECONDS)
     except errors.GatedRepoError as error:
         raise CheckpointError(
             f"Hub id {repo!r} asks for your consent first: accept its terms on its page, then run 'hf auth login'."
@@ -124,12 +119,17 @@ def _hub(repo: str, progress: bool) -> Path:
         raise MissingCheckpoint(
             f"{here} the hub has no public model of that id. Check the spelling; for a private one run 'hf auth login'."
         ) from error
-    except errors.LocalEntryNotFoundError as error:
-        raise MissingCheckpoint(
-            f"{here} the hub cannot be reached. Check the network, or pass a folder in Hugging Face layout."
-        ) from error
     except errors.HFValidationError as error:
         raise UsageError(f"{repo!r} is neither a folder nor a hub id ({error}).") from error
-    except Exception as error:  # the hub's client lets its HTTP library's errors through
+    except Exception as error:  # the errors of whatever HTTP library the hub's client uses
+        try:
+            return Path(huggingface_hub.snapshot_download(repo, local_files_only=True, **wanted))
+        except errors.LocalEntryNotFoundError:
+            raise MissingCheckpoint(
+                f"{here} the hub cannot be reached. Check the network, or pass a folder in Hugging Face layout."
+            ) from error
+    try:
+        return Path(huggingface_hub.snapshot_download(repo, etag_timeout=_HUB_SECONDS, **wanted))
+    except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"{here} downloading it from the hub failed: {reason[0]}.") from error
+        raise CheckpointError(f"{here} downloading it from the hub failed: {reason[0]} Try again.") from error
