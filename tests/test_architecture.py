@@ -78,22 +78,21 @@ def violations(sources: dict[str, str]) -> list[str]:
     modules = set(sources)
     graph = {name: set(imports(name, source, modules)) for name, source in sources.items()}
     found = []
-    known = {*MAY_IMPORT, *FORBIDDEN_BELOW}
     for name, targets in sorted(graph.items()):
         room = room_of(name)
         allowed = {room, "errors", *MAY_IMPORT.get(room, ())}
         if room in CORE - {"types"}:
             allowed |= STANDALONE - {"reference"}  # they import nothing, so they lie below every room
+        # a room that the design does not name is judged by what it reaches, below
+        judged = {*map(room_of, targets)} if room in STANDALONE else {*MAY_IMPORT, *FORBIDDEN_BELOW}
         for target in sorted(targets):
             to = room_of(target)
             if target.split(".")[0] in ("models", "configs", "tests", "scripts"):
                 found.append(f"{name} imports {target}, which exists in the checkout only")
             elif target == "specjax" and room in MAY_IMPORT:
                 found.append(f"{name} imports the flat API")
-            elif target.startswith("specjax.") and room in MAY_IMPORT and to not in allowed:
-                # a room that the design does not name is judged by what it reaches, below
-                if to in known or room in STANDALONE:
-                    found.append(f"{name} imports {target}")
+            elif target.startswith("specjax.") and room in MAY_IMPORT and to in judged - allowed:
+                found.append(f"{name} imports {target}")
         if room in CORE:
             reached, pending = set(), [name]
             while pending:
