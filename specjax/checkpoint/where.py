@@ -131,5 +131,5 @@ def _hub(repo: str, progress: bool) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(repo, etag_timeout=_HUB_SECONDS, **wanted))
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"{here} downloading it from the hub failed: {reason[0]} Try again.") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise CheckpointError(f"{here} downloading it from the hub failed: {reason}. Try again.") from error
