@@ -94,8 +94,8 @@ def row_key(seed: int, row_id: int | str, sample: int = 0) -> np.ndarray:
 
     Never the row's place in a file or batch. Threefry, whatever JAX's default is.
     """
-    text = json.dumps(row_id, ensure_ascii=False).encode()
-    digest = int.from_bytes(hashlib.sha256(text).digest()[:4], "little")
+    text = json.dumps(row_id)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
     key = jax.random.key(seed % 2**32, impl="threefry2x32")
     # A seed of more than 32 bits keeps all of them.
     for data in (seed >> 32 & 0xFFFFFFFF, digest, sample):
