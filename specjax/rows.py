@@ -24,11 +24,9 @@ class Row:
     Attributes:
         id: its name in the output: an int or text; the line number if the row has none.
         line: its line, from 1.
-        prompt: raw text. Exactly one of ``prompt``, ``prompt_ids``, ``messages`` and ``text`` is set.
+        prompt: raw text. Exactly one of ``prompt``, ``prompt_ids`` and ``messages`` is set.
         prompt_ids: ids, taken as they are.
         messages: a chat; what a message may hold is checked by ``Tokenizer.encode_chat``.
-        text: a user's words: a chat where the model has a template, else raw text. Not in files: prompts given
-            as arguments are these.
         max_new_tokens: at least 0.
         temperature: at least 0 and finite.
         eos: ids that end the row; empty means that none does.
@@ -41,7 +39,6 @@ class Row:
     prompt: str | None = None
     prompt_ids: Sequence[int] | None = None
     messages: list[Any] | None = None
-    text: str | None = None
     max_new_tokens: int | None = None
     temperature: float | None = None
     eos: Sequence[int] | None = None
