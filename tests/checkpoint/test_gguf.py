@@ -124,7 +124,8 @@ def test_tokenizer(cache, file) -> None:
     text = "héllo \n wörld 42 🙂"
     assert tokenizer.decode(encode(text)) == text
     assert tokenizer.decode(encode("<|start|>he<|tool|>")) == "he<|tool|>"  # user-defined tokens are text
-    assert tokenizer.token_to_id("[PAD270]") is None
+    assert tokenizer.token_to_id("[PAD0]") is None  # unused rows of the embedding are no tokens
+    assert tokenizer.get_vocab_size() == len(tiny_gguf.SPECIAL) + 256 + len(tiny_gguf.MERGES)
     assert (folder / "chat_template.jinja").read_text() == tiny_gguf.TEMPLATE
     config = json.loads((folder / "tokenizer_config.json").read_text())
     assert (config["bos_token"], config["eos_token"]) == ("<|start|>", "<|end|>")
