@@ -1,0 +1,205 @@
+"""``specjax generate``: prompts in, text out."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from specjax.cli.common import Ids, Meter, PairOptions, Texts, flat, note, prepare_jax, progress_bar, summary, unset
+from specjax.errors import RowError, UsageError
+from specjax.outputs import RowWriter, result_row
+from specjax.rows import read_rows
+
+if TYPE_CHECKING:
+    from specjax.api import Output
+
+_STREAM_CHUNK = 4  # rounds between two looks while text is shown as it comes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate(PairOptions):
+    """Generate text, speculatively, with exactly the target's distribution.
+
+    Prompts as arguments are shown as text, one after another; with --output, and from --input, rows are written.
+    """
+
+    prompts: Annotated[tuple[str, ...], arg(metavar="[PROMPT ...]", help_behavior_hint=""), Positional] = ()
+    """What to answer, before the options or after --; a chat where the model has a template, else raw text."""
+    raw: bool = False
+    """Take PROMPT as raw text: no chat template."""
+    input: Annotated[str | None, unset("FILE|-")] = None
+    """Rows of prompts as JSON Lines, instead of PROMPT; - is standard input."""
+    output: Annotated[str | None, unset("FILE|-")] = None
+    """Where rows go as JSON Lines; - is standard output (default with --input)."""
+    overwrite: bool = False
+    """Replace an output that exists."""
+    require_draft: bool = False
+    """Fail when the draft cannot be used, instead of decoding without it."""
+    gamma: Annotated[int | None, unset("N")] = None
+    """Tokens drafted per round (default: that of the pair, else 4)."""
+    width: Annotated[int | None, unset("N")] = None
+    """Rows of every target step, more than gamma; one width gives the same bits with any draft, gamma and batch
+    (default: what is fastest)."""
+    rule: Annotated[str, arg(metavar="rejection|greedy")] = "rejection"
+    """How drafts are accepted; under rejection, rows at temperature 0 are greedy."""
+    max_new_tokens: Annotated[int, arg(metavar="N")] = 128
+    """The most tokens to generate per row."""
+    temperature: Annotated[float, arg(metavar="F")] = 0.0
+    """0 takes the likeliest token each time."""
+    stop: Texts = ()
+    """End a row at any of these strings, which the text leaves out."""
+    eos: Ids = ()
+    """Ids that end a row, instead of the model's."""
+    ignore_eos: bool = False
+    """Go on past them."""
+    seed: Annotated[int, arg(metavar="N")] = 0
+    """Of the random draws."""
+    samples: Annotated[int, arg(metavar="N")] = 1
+    """Rows to draw for each prompt."""
+    logprobs: bool = False
+    """Write each token's log-probability under the target."""
+    batch_size: Annotated[int | None, unset("N")] = None
+    """Rows at once (default: 8; 1 where text is shown)."""
+    cache_length: Annotated[int | None, unset("N")] = None
+    """The most tokens of prompt and output together (default: the model's context)."""
+    check: bool = False
+    """Verify the invariants of speculation while running."""
+
+    def run(self) -> int:
+        """Generate; 1 when some rows failed."""
+        self._refuse()
+        if self.input is None and self.output is None:
+            return self._show()
+        rows = read_rows(self.input) if self.input is not None else list(self.prompts)
+        return self._write(rows)
+
+    def _refuse(self) -> None:
+        """Refuse what cannot be honoured, before anything is loaded.
+
+        Raises:
+            UsageError: it says what.
+        """
+        shown = self.input is None and self.output is None
+        wrong = (
+            (not self.prompts and self.input is None, "no prompt: give PROMPT, or --input FILE."),
+            (self.prompts and self.input is not None, "got both PROMPT and --input; give one of them."),
+            (self.raw and self.input is not None, "--raw is for PROMPT; a row says it with prompt."),
+            (self.eos and self.ignore_eos, "got both --eos and --ignore-eos; give one of them."),
+            (self.require_draft and self.draft == "none", "got both --draft none and --require-draft."),
+            (shown and self.logprobs, "--logprobs is written in rows: add --output FILE (or - )."),
+            (shown and self.batch_size not in (None, 1),
+             "prompts shown as text run one at a time: add --output FILE (or - ) for --batch-size."),
+        )  # fmt: skip
+        for found, message in wrong:
+            if found:
+                raise UsageError(message)
+
+    def _options(self) -> dict[str, Any]:
+        """Return the options of ``specjax.generate``.
+
+        Raises:
+            UsageError: a value out of range.
+        """
+        from specjax.sampling import SamplingParams
+        from specjax.verify import rule_for
+
+        try:
+            sampling = SamplingParams(temperature=self.temperature)
+        except RowError as error:
+            raise UsageError(str(error)) from error
+        names = ("gamma", "width", "max_new_tokens", "ignore_eos", "seed", "samples", "logprobs", "cache_length",
+                 "raw", "check", "require_draft")  # fmt: skip
+        options = {name: getattr(self, name) for name in names}
+        options |= {"sampling": sampling, "rule": rule_for(self.rule), "stop": flat("--stop", self.stop)}
+        options |= {"eos": flat("--eos", self.eos) or None}
+        return options if self.batch_size is None else {**options, "batch_size": self.batch_size}
+
+    def _show(self) -> int:
+        """Print texts as they become final, one prompt after another."""
+        prepare_jax()
+        from specjax.api import generate
+
+        options = {**self._options(), "batch_size": 1, "chunk": _STREAM_CHUNK}
+        pair = self.load(require_draft=self.require_draft)
+        screen, meter = _Screen(self.prompts, self.samples), Meter()
+        outputs = generate(
+            pair, list(self.prompts), on_text=screen.text, on_output=screen.end, on_tokens=meter.add, **options
+        )
+        note(summary(outputs, meter))
+        return 1 if any(out.error for out in outputs) else 0
+
+    def _write(self, rows: list[Any]) -> int:
+        """Write rows as they finish."""
+        with RowWriter(self.output, overwrite=self.overwrite, report=note) as writer:
+            prepare_jax()
+            from specjax.api import generate
+
+            options = self._options()
+            pair = self.load(require_draft=self.require_draft)
+            meter = Meter()
+            with progress_bar(len(rows) * self.samples, "rows") as update:
+
+                def on_tokens(count: int) -> None:
+                    meter.add(count)
+                    update(0, f"{meter.rate:.1f} tokens/s")
+
+                def on_output(output: Output) -> None:
+                    writer.write(self._record(output))
+                    update(1, f"{meter.rate:.1f} tokens/s")
+
+                outputs = generate(pair, rows, on_output=on_output, on_tokens=on_tokens, **options)
+        failed = sum(output.error is not None for output in outputs)
+        rows_done = f"{len(outputs)} rows" + (f", {failed} of them failed (see their error)" if failed else "")
+        note(f"{rows_done}; {summary(outputs, meter)}")
+        return 1 if failed else 0
+
+    def _record(self, output: Output) -> dict[str, Any]:
+        return result_row(
+            output.id,
+            text=output.text,
+            ids=output.ids,
+            finish_reason=output.finish_reason,
+            stats=output.stats,
+            error=output.error,
+            sample=output.sample if self.samples > 1 else None,
+            logprobs=output.logprobs,
+        )
+
+
+class _Screen:
+    """Shows the texts of prompts that run one at a time; each has a heading where there are several."""
+
+    def __init__(self, prompts: tuple[str, ...], samples: int) -> None:
+        self._prompts, self._samples = prompts, samples
+        self._ended = 0
+        self._begun = False
+
+    def text(self, row_id: int | str | None, text: str) -> None:
+        """Show text that has become final."""
+        self._begin(row_id)
+        print(text, end="", flush=True)
+
+    def end(self, output: Output) -> None:
+        """Finish a row."""
+        if output.error is not None:
+            print(flush=True, end="\n" if self._begun else "")
+            print(f"specjax: error: prompt {output.id}: {output.error}", file=sys.stderr, flush=True)
+        else:
+            self._begin(output.id)
+            print(flush=True)
+        self._begun = False
+        self._ended += 1
+
+    def _begin(self, row_id: int | str | None) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        if len(self._prompts) * self._samples == 1:
+            return
+        sample = f", sample {self._ended % self._samples}" if self._samples > 1 else ""
+        words = " ".join(self._prompts[int(row_id or 1) - 1].split())
+        gap = "\n" if self._ended else ""
+        print(f"{gap}[{row_id}{sample}] {words if len(words) <= 60 else words[:57] + '...'}", flush=True)
