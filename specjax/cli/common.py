@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import UseAppendAction, arg
 
+from specjax.errors import RowError, UsageError
+
 if TYPE_CHECKING:
     from specjax.api import Output
     from specjax.pair import Pair
+    from specjax.sampling import SamplingParams
 
 Dtype = Literal["float32", "bfloat16"]
 # Options that are given several times, with several values each.
@@ -75,11 +78,23 @@ def flat(option: str, given: Sequence[Sequence[Any]]) -> list[Any]:
     Raises:
         UsageError: it was given without a value.
     """
-    from specjax.errors import UsageError
-
     if not all(given):
         raise UsageError(f"{option} needs a value.")
     return [value for values in given for value in values]
+
+
+def sampling_for(temperature: float) -> SamplingParams:
+    """Return sampling settings from options.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+    from specjax.sampling import SamplingParams
+
+    try:
+        return SamplingParams(temperature=temperature)
+    except RowError as error:
+        raise UsageError(str(error)) from error
 
 
 def note(line: str) -> None:
@@ -131,14 +146,15 @@ def number(value: float | None) -> str:
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
+def progress_bar(total: int | None, unit: str) -> Iterator[Callable[[int, str], None]]:
     """Give ``update(advance, text)`` of a bar on standard error; it is not there unless that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True)
+    counted = () if total is None else (MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn(unit), BarColumn(), *counted, TextColumn("{task.fields[text]}"))
+    bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
     with bar:
         task = bar.add_task("", total=total, text="")
         yield lambda advance, text: bar.update(task, advance=advance, text=text)

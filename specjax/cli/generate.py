@@ -8,8 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from specjax.cli.common import Ids, Meter, PairOptions, Texts, flat, note, prepare_jax, progress_bar, summary, unset
-from specjax.errors import RowError, UsageError
+from specjax.cli.common import (
+    Ids,
+    Meter,
+    PairOptions,
+    Texts,
+    flat,
+    note,
+    prepare_jax,
+    progress_bar,
+    sampling_for,
+    summary,
+    unset,
+)
+from specjax.errors import UsageError
 from specjax.outputs import RowWriter, result_row
 from specjax.rows import read_rows
 
@@ -103,17 +115,16 @@ class Generate(PairOptions):
         Raises:
             UsageError: a value out of range.
         """
-        from specjax.sampling import SamplingParams
         from specjax.verify import rule_for
 
-        try:
-            sampling = SamplingParams(temperature=self.temperature)
-        except RowError as error:
-            raise UsageError(str(error)) from error
         names = ("gamma", "width", "max_new_tokens", "ignore_eos", "seed", "samples", "logprobs", "cache_length",
                  "raw", "check", "require_draft")  # fmt: skip
         options = {name: getattr(self, name) for name in names}
-        options |= {"sampling": sampling, "rule": rule_for(self.rule), "stop": flat("--stop", self.stop)}
+        options |= {
+            "sampling": sampling_for(self.temperature),
+            "rule": rule_for(self.rule),
+            "stop": flat("--stop", self.stop),
+        }
         options |= {"eos": flat("--eos", self.eos) or None}
         return options if self.batch_size is None else {**options, "batch_size": self.batch_size}
 

@@ -31,7 +31,7 @@ _ABOUT = (
     "'specjax COMMAND --help' lists a command's options."
 )
 # A new command is one file and one line here.
-_COMMANDS = Union[  # noqa: UP007: a value, not an annotation
+_COMMANDS = Union[  # noqa: UP007
     Annotated[Generate, subcommand("generate")],
     Annotated[Score, subcommand("score")],
     Annotated[Fetch, subcommand("fetch")],
