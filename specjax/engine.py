@@ -6,6 +6,7 @@ Between chunks of rounds the host reads a few integers per row, never logits.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -72,10 +73,20 @@ class Engine:
         params: ``{"target": ..., "draft": ...}``.
         batch_size: B, slots.
         longest: the largest ``limit`` a request may have.
+        on_seconds: called with ("prefill" or "decode", seconds) after each insertion and each chunk; the host then
+            waits for the device after both.
     """
 
-    def __init__(self, program: Program, params: dict[str, Params], *, batch_size: int, longest: int):
-        self._program, self._params = program, params
+    def __init__(
+        self,
+        program: Program,
+        params: dict[str, Params],
+        *,
+        batch_size: int,
+        longest: int,
+        on_seconds: Callable[[str, float], None] | None = None,
+    ):
+        self._program, self._params, self._on_seconds = program, params, on_seconds
         self._state: RoundState | None = program.empty(params, batch_size, longest)
         self._slots: list[_Slot | None] = [None] * batch_size
         self.num_rounds = 0
@@ -99,7 +110,7 @@ class Engine:
             self._fill(waiting)
             if not any(self._slots):
                 return
-            self._state = self._program.decode(self._params, self._take(), chunk)
+            self._step("decode", lambda state: self._program.decode(self._params, state, chunk))
             before = sum(slot.seen for slot in self._slots if slot)
             done = self._collect()
             if on_chunk:
@@ -113,8 +124,18 @@ class Engine:
             request = next(waiting, None)
             if request is None:
                 return
-            self._state = self._program.insert(self._params, self._take(), request.prompt, i)
+            self._insert(request, i)
             self._slots[i] = _Slot(request)
+
+    def _insert(self, request: Request, slot: int) -> None:
+        self._step("prefill", lambda state: self._program.insert(self._params, state, request.prompt, slot))
+
+    def _step(self, stage: str, step: Callable[[RoundState], RoundState]) -> None:
+        began = time.perf_counter()
+        self._state = step(self._take())
+        if self._on_seconds:
+            jax.block_until_ready(self._state)
+            self._on_seconds(stage, time.perf_counter() - began)
 
     def _take(self) -> RoundState:
         """Hand the state over to a call that donates it."""
