@@ -187,6 +187,7 @@ class Program:
         self.width = gamma + 1 if width is None else width
         self.num_eos = num_eos
         self._start = functools.partial(start, target_fn=target_fn, drafter=drafter, logprobs=logprobs)
+        self._shapes: dict[tuple[int, int], Any] = {}
         self._decode = jax.jit(decode, donate_argnums=1)
         self._insert = jax.jit(self._insert_row, donate_argnums=1)
         self._blank = jax.jit(self._blank_row, donate_argnums=0)
@@ -197,8 +198,10 @@ class Program:
         capacity = capacity_for(longest, self.width)
         rows = self._rows([Prompt([0], 1, (), np.zeros(2, np.uint32))] * batch)
         tokens = jnp.zeros((batch, prefill.SMALLEST_BUCKET), jnp.int32)
-        shapes = jax.eval_shape(functools.partial(self._start, capacity=capacity), params, tokens, rows)
-        state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        if (batch, capacity) not in self._shapes:  # tracing the models takes a second
+            traced = functools.partial(self._start, capacity=capacity)
+            self._shapes[batch, capacity] = jax.eval_shape(traced, params, tokens, rows)
+        state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes[batch, capacity])
         return state.replace(finish=jnp.full((batch,), int(Finish.EMPTY), jnp.int32))
 
     def insert(self, params: dict[str, Params], state: RoundState, prompt: Prompt, slot: int) -> RoundState:
