@@ -82,6 +82,7 @@ def generate(
     on_output: Callable[[Output], None] | None = None,
     on_text: Callable[[int | str | None, str], None] | None = None,
     on_tokens: Callable[[int], None] | None = None,
+    on_seconds: Callable[[str, float], None] | None = None,
     **options: Any,
 ) -> list[Output]:
     """Generate for each prompt, speculatively, with exactly the target's distribution.
@@ -93,6 +94,7 @@ def generate(
         on_output: called with each row as it finishes, in any order.
         on_text: called with (id, text) as text becomes final; joined they are the row's text. Needs a tokenizer.
         on_tokens: called with the number of new tokens after each chunk of rounds.
+        on_seconds: called with ("prefill" or "decode", seconds) after each; the host waits for the device.
         **options: fields of ``Options``:
             ``sampling`` how rows sample that say nothing themselves; ``gamma`` drafted tokens per round (default:
             the pair's, else 4; without a draft always 0); ``width`` rows of every target step, for bit-exact
@@ -114,7 +116,7 @@ def generate(
         out = specjax.generate(pair, ["Name three colours."], gamma=4, max_new_tokens=32)
         print(out[0].text, out[0].stats["mean_acceptance_length"])
     """
-    call = _Call(pair, Options(**options), on_output, on_text, on_tokens)
+    call = _Call(pair, Options(**options), on_output, on_text, on_tokens, on_seconds)
     return call.run(as_rows(prompts, pair.target, raw=call.options.raw))
 
 
@@ -174,9 +176,9 @@ class _Job:
 class _Call:
     """One call of generate."""
 
-    def __init__(self, pair: Pair, options: Options, on_output, on_text, on_tokens):
+    def __init__(self, pair: Pair, options: Options, on_output, on_text, on_tokens, on_seconds):
         self.pair, self.options = pair, options
-        self.on_output, self.on_text, self.on_tokens = on_output, on_text, on_tokens
+        self.on_output, self.on_text, self.on_tokens, self.on_seconds = on_output, on_text, on_tokens, on_seconds
         self.draft = pair.draft
         self.rule = rule_for(options.rule)
         self.outputs: dict[int, Output] = {}
@@ -273,6 +275,7 @@ class _Call:
             {"target": target.params, "draft": self.draft.params},
             batch_size=min(options.batch_size, len(jobs)),
             longest=max(job.prompt.limit for job in jobs),
+            on_seconds=self.on_seconds,
         )
         requests = (Request(job, job.prompt, job.watch) for job in jobs)
         for result in engine.run(requests, chunk=options.chunk, on_chunk=self.on_tokens):
