@@ -230,6 +230,8 @@ class _Call:
         new = options.max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
         eos = target.eos_ids if options.eos is None else options.eos
         eos = tuple(dict.fromkeys(eos if row.eos is None else row.eos))
+        if row.eos is not None and (wrong := _outside(row.eos, target)):
+            raise RowError(f"eos has {wrong[0]}; expected ids in 0..{target.vocab_size - 1}.")
         temperature = options.sampling.temperature if row.temperature is None else row.temperature
         if temperature > 0 and self.rule.greedy:
             raise RowError(f"temperature is {temperature}, but rule greedy serves temperature 0 only.")
@@ -352,8 +354,16 @@ def _check(pair: Pair, options: Options) -> None:
         raise UsageError(
             f"cache_length is {options.cache_length}; expected 1..{pair.target.max_positions}, the model's context."
         )
+    if wrong := _outside(options.eos or (), pair.target):
+        raise UsageError(f"eos has {wrong[0]}; expected ids in 0..{pair.target.vocab_size - 1}.")
+    if wrong := [stop for stop in options.stop if not stop or "\ufffd" in stop]:
+        raise UsageError(f"stop has {wrong[0]!r}; expected text that is not empty and without U+FFFD.")
     if options.sampling.temperature > 0 and rule_for(options.rule).greedy:
         raise UsageError(f"temperature is {options.sampling.temperature}, but rule greedy serves temperature 0 only.")
+
+
+def _outside(ids: Sequence[int], target: Model) -> list[int]:
+    return [i for i in ids if not 0 <= i < target.vocab_size]
 
 
 def effective_gamma(pair: Pair, draft: Draft, gamma: int | None) -> int:
