@@ -116,7 +116,7 @@ class Bench(PairOptions):
             markup=False,
         )
         console.print(
-            f"jax {here['jax']}, {here['num_devices']} x {here['device']} ({here['processor']}, {here['num_cpus']} CPUs)"
+            f"jax {here['jax']}, {here['num_devices']} x {here['device']} ({here['processor']}, {here['num_cpus']} CPU)"
             f", loaded in {report['load_seconds']:.1f} s",
             markup=False,
         )
