@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
+from jaxlib import version as jaxlib_version
 
 from specjax import stats
 from specjax.api import Output, as_rows, effective_gamma, generate, prompt_ids
@@ -204,7 +204,7 @@ def environment(dtype: str) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib_version.__version__,
         "backend": jax.default_backend(),
         "device": device.device_kind,
         "num_devices": jax.device_count(),

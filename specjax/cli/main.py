@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -25,6 +26,8 @@ FAILED = 1
 WRONG_CALL = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 _ABOUT = (
     f"Lossless speculative decoding for JAX, version {__version__} (--version). "
@@ -90,13 +93,12 @@ def _parse(argv: list[str]) -> Any:
 
 
 def _first_words(box: str, argv: list[str]) -> str:
-    """Return what a box of the parser says as one line: the text above its first rule."""
+    """Return what a box of the parser says, below its title and above its first rule, as one line."""
+    lines = [line.strip().strip("│").strip() for line in _ANSI.sub("", box).strip().splitlines()]
+    body = lines[1 if lines[:1] and lines[0].startswith("╭") else 2 :]  # drawn with lines, or with dashes
     said: list[str] = []
-    for line in box.splitlines():
-        text = line.strip().strip("│|").strip()
-        if text.startswith(("╭", "+")):
-            continue
-        if not text or text == "Got errors:" or not text.strip("─-╰╯+"):
+    for text in body:
+        if not text.strip("─-╰╯") or text == "Got errors:":
             break
         said.append(text)
     message = " ".join(said).rstrip(".")
