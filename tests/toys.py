@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.special import chdtrc
 
 from specjax import cache as kv
-from specjax import generate as g
+from specjax.draft import model_drafter
+from specjax.generate import capacity_for, make_decoder
+from specjax.generate import start as start_rows
 from specjax.sampling import SamplingParams, row_key, stack
 from specjax.types import Cache, Drafter, Finish, ModelOutput, RoundState, Rule
 
@@ -77,6 +82,24 @@ def output_law(logits, prompt, max_new: int, eos: int | None, temperature: float
     return law
 
 
+def greedy_chain(logits, prompt, count: int, eos: int | None = None) -> tuple[int, ...]:
+    """Return the greedy output."""
+    output: tuple[int, ...] = ()
+    while len(output) < count and not (output and output[-1] == eos):
+        output += (int(np.argmax(next_probs(logits, (*prompt, *output), 0.0))),)
+    return output
+
+
+def argmax_drafter(vocab: int) -> Drafter:
+    """Return a deterministic draft: the Markov model's argmax, whatever the row's temperature."""
+    drafter = model_drafter(MarkovFn(vocab), vocab)
+
+    def propose(params, state, view, gamma, greedy):
+        return drafter.propose(params, state, view, gamma, True)
+
+    return drafter._replace(propose=propose)
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What a batch of rows did."""
@@ -132,7 +155,7 @@ def run_batch(
     }
     width = gamma + 1 if width is None else width
     start, decode = _compiled(
-        target_fn, drafter, rule, gamma, vocab, width, check, logprobs, g.capacity_for(longest, width)
+        target_fn, drafter, rule, gamma, vocab, width, check, logprobs, capacity_for(longest, width)
     )
     state = jax.device_get(decode(params, start(params, tokens, rows), round_limit))
     if check:
@@ -153,40 +176,104 @@ def _compiled(target_fn, drafter, rule, gamma, vocab, width, check, logprobs, ca
     if key not in _CACHE:
 
         def start(params, tokens, rows):
-            return g.start(
+            return start_rows(
                 params, tokens, rows, target_fn=target_fn, drafter=drafter, capacity=capacity, logprobs=logprobs
             )
 
-        decode = g.make_decoder(target_fn, drafter, rule=rule, gamma=gamma, vocab_size=vocab, width=width, check=check)
+        decode = make_decoder(target_fn, drafter, rule=rule, gamma=gamma, vocab_size=vocab, width=width, check=check)
         _CACHE[key] = jax.jit(start), jax.jit(decode, donate_argnums=1)
     return _CACHE[key]
 
 
 def tally(outputs: list[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return observed counts and expected counts, cells of fewer than 5 expected draws pooled.
+    """Return observed and expected counts; cells of fewer than 5 expected draws are pooled.
 
     Raises:
         AssertionError: an output that the law gives no probability.
     """
-    assert set(outputs) <= set(law), "an impossible output was drawn"
+    seen = Counter(outputs)
+    assert set(seen) <= set(law), f"impossible outputs were drawn: {sorted(set(seen) - set(law))[:3]}"
     n = len(outputs)
     cells = sorted(law, key=law.__getitem__, reverse=True)
-    seen = dict.fromkeys(cells, 0)
-    for output in outputs:
-        seen[output] += 1
     big = [cell for cell in cells if law[cell] * n >= 5]
-    small = cells[len(big) :]
     observed = [seen[cell] for cell in big]
     expected = [law[cell] * n for cell in big]
-    if small:
+    if small := cells[len(big) :]:
         observed.append(sum(seen[cell] for cell in small))
         expected.append(sum(law[cell] for cell in small) * n)
-        if expected[-1] < 5:
+        if expected[-1] < 5 and len(expected) > 1:
             observed[-2:] = [sum(observed[-2:])]
             expected[-2:] = [sum(expected[-2:])]
-    return np.asarray(observed), np.asarray(expected)
+    return np.asarray(observed, np.float64), np.asarray(expected, np.float64)
 
 
-def all_sequences(vocab: int, length: int):
-    """Return every sequence of one length."""
-    return itertools.product(range(vocab), repeat=length)
+def chi_square(groups: Iterable[tuple[list[tuple[int, ...]], dict[tuple[int, ...], float]]]) -> tuple[float, int]:
+    """Return the p-value of all groups of (outputs, their exact law) together, and the number of cells.
+
+    The statistic is the sum of the groups' Pearson statistics: chi-square of (cells - groups) degrees.
+    """
+    statistic, degrees, cells = 0.0, 0, 0
+    for outputs, law in groups:
+        observed, expected = tally(outputs, law)
+        statistic += float(np.sum((observed - expected) ** 2 / expected))
+        degrees += len(observed) - 1
+        cells += len(observed)
+    return float(chdtrc(degrees, statistic)), cells
+
+
+@dataclasses.dataclass(frozen=True)
+class LawResult:
+    """What ``law_test`` saw."""
+
+    p_value: float
+    cells: int
+    draws: int
+    acceptance: float
+
+
+# Ragged on purpose: prompts of 1 to 5 tokens, budgets of 3 to 5, two temperatures, an EOS that cuts rows short.
+LAW_VOCAB, LAW_EOS, LAW_GAMMA = 4, 0, 3
+LAW_ROWS = [
+    (prompt, max_new, temperature)
+    for prompt, max_new in (([1], 5), ([2, 3], 4), ([3, 1, 2, 1, 2], 5), ([3, 3, 1, 0, 2], 3))
+    for temperature in (1.0, 0.7)
+]
+LAW_BATCH = 16384
+LAW_TABLE = table(LAW_VOCAB, seed=0)
+
+
+def law_test(
+    rule: Rule,
+    drafter: Drafter,
+    draft_params=None,
+    *,
+    batches: int = 8,
+    seed: int = 0,
+    target_table: np.ndarray = LAW_TABLE,
+    **options: Any,
+) -> LawResult:
+    """Draw ``batches`` times LAW_BATCH rows and compare the joint law of their whole outputs with the exact one."""
+    rows = [LAW_ROWS[i % len(LAW_ROWS)] for i in range(LAW_BATCH)]
+    outputs: list[list[tuple[int, ...]]] = [[] for _ in LAW_ROWS]
+    acceptance = []
+    for batch in range(batches):
+        run = run_batch(
+            MarkovFn(LAW_VOCAB),
+            drafter,
+            {"target": target_table, "draft": draft_params},
+            [row[0] for row in rows],
+            rule=rule,
+            gamma=LAW_GAMMA,
+            max_new=[row[1] for row in rows],
+            vocab=LAW_VOCAB,
+            eos=LAW_EOS,
+            temperature=[row[2] for row in rows],
+            seed=1000 * seed + batch,
+            **options,
+        )
+        for i, output in enumerate(run.outputs):
+            outputs[i % len(LAW_ROWS)].append(output)
+        acceptance.append(run.acceptance)
+    laws = [output_law(LAW_TABLE, row[0], row[1], LAW_EOS, row[2]) for row in LAW_ROWS]
+    p_value, cells = chi_square(zip(outputs, laws, strict=True))
+    return LawResult(p_value, cells, batches * LAW_BATCH, float(np.mean(acceptance)))

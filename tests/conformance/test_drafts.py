@@ -1,0 +1,100 @@
+"""What every draft source promises."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+from kinds import SOURCES, make_source
+
+from specjax.sampling import row_key
+from specjax.types import DraftView, RowSampling
+from specjax.verify import RULES
+
+VOCAB, GAMMA, CAPACITY = 6, 4, 128
+TABLE = toys.table(VOCAB, seed=2, sharpness=1.5)
+PROMPTS = [[1], [2, 3, 2, 3, 2], [0, 5, 4, 0, 5, 4, 0], [3, 1]]
+
+
+@pytest.fixture(params=SOURCES)
+def source(request):
+    return make_source(request.param, TABLE)
+
+
+def view_of(prompts, temperature: float = 1.0) -> DraftView:
+    tokens = np.full((len(prompts), CAPACITY), 5, np.int32)  # what lies past a row's tokens must not matter
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return DraftView(
+        tokens=jnp.asarray(tokens),
+        num_tokens=jnp.asarray([len(p) for p in prompts], jnp.int32),
+        sampling=RowSampling(jnp.full(len(prompts), temperature, jnp.float32)),
+        key=jnp.asarray(np.stack([row_key(0, i) for i in range(len(prompts))])),
+    )
+
+
+def propose(source, view: DraftView, greedy: bool):
+    drafter, params = source
+    prompts = view.tokens[:, :32]
+    state = drafter.init(params, prompts, view.num_tokens, CAPACITY)
+    return jax.jit(drafter.propose, static_argnums=(3, 4))(params, state, view, GAMMA, greedy)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_proposal_is_well_formed(source, greedy):
+    batch = len(PROMPTS)
+    proposal, state = propose(source, view_of(PROMPTS, 0.0 if greedy else 1.0), greedy)
+    assert proposal.tokens.shape == (batch, GAMMA)
+    assert proposal.tokens.dtype == jnp.int32
+    assert proposal.num_drafted.shape == proposal.finite.shape == (batch,)
+    assert np.all((proposal.tokens >= 0) & (proposal.tokens < VOCAB))
+    assert np.all((proposal.num_drafted >= 0) & (proposal.num_drafted <= GAMMA))
+    assert np.all(proposal.finite)
+    assert all(leaf.shape[0] == batch for leaf in jax.tree.leaves(state))
+    if greedy:
+        assert proposal.probs is None
+    if proposal.probs is not None:
+        assert proposal.probs.shape == (batch, GAMMA, VOCAB)
+        assert proposal.probs.dtype == jnp.float32
+        np.testing.assert_allclose(proposal.probs.sum(-1), 1.0, atol=1e-5)
+        drawn = jnp.take_along_axis(proposal.probs, proposal.tokens[..., None], axis=-1)
+        assert np.all(drawn > 0)
+
+
+def test_a_row_does_not_depend_on_its_mates(source):
+    whole, _ = propose(source, view_of(PROMPTS), False)
+    for i, prompt in enumerate(PROMPTS):
+        view = view_of([prompt])
+        alone, _ = propose(source, view.replace(key=jnp.asarray(row_key(0, i))[None]), False)
+        np.testing.assert_array_equal(alone.tokens[0], whole.tokens[i])
+        assert alone.num_drafted[0] == whole.num_drafted[i]
+
+
+def test_what_lies_past_the_newest_token_does_not_matter(source):
+    view = view_of(PROMPTS)
+    valid = jnp.arange(CAPACITY) < view.num_tokens[:, None]
+    a, _ = propose(source, view, False)
+    b, _ = propose(source, view.replace(tokens=jnp.where(valid, view.tokens, 1)), False)
+    np.testing.assert_array_equal(a.num_drafted, b.num_drafted)
+    counted = np.arange(GAMMA) < np.asarray(a.num_drafted)[:, None]
+    np.testing.assert_array_equal(np.where(counted, a.tokens, 0), np.where(counted, b.tokens, 0))
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_greedy_output_is_that_of_plain_decoding(source, gamma):
+    drafter, params = source
+    run = toys.run_batch(
+        toys.MarkovFn(VOCAB),
+        drafter,
+        {"target": TABLE, "draft": params},
+        PROMPTS,
+        rule=RULES["greedy"],
+        gamma=gamma,
+        max_new=[30, 17, 1, 2],
+        vocab=VOCAB,
+        temperature=0.0,
+    )
+    for prompt, count, output in zip(PROMPTS, [30, 17, 1, 2], run.outputs, strict=True):
+        assert output == toys.greedy_chain(TABLE, prompt, count)
