@@ -124,7 +124,15 @@ class DecoderFn:
         """The linen module."""
         return Decoder(self.config, jnp.dtype(self.dtype))
 
-    def __call__(self, params: Params, tokens, cache, *, logits="all", features=False) -> ModelOutput:
+    def __call__(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        cache: Cache,
+        *,
+        logits: Literal["all", "none"] | jax.Array = "all",
+        features: bool = False,
+    ) -> ModelOutput:
         """See ``specjax.types.ModelFn``."""
         return self.module.apply({"params": params}, tokens, cache, logits, features)  # type: ignore[return-value]
 

@@ -109,9 +109,8 @@ class Reader:
             raise ValueError(f"rope type {kind!r} needs {', '.join(lacking)}.")
         if kind in ("llama3", "yarn"):
             fields.setdefault("original_max_position_embeddings", max_positions)
-        if theta is None and inner is None:
-            inner = 10000.0
-        return RopeConfig(rope_type=kind, rope_theta=float(theta if theta is not None else inner), **fields)
+        base = next((float(value) for value in (theta, inner) if value is not None), 10000.0)
+        return RopeConfig(rope_type=kind, rope_theta=base, **fields)
 
     def refuse_the_rest(self) -> None:
         """Raise ValueError naming every key that was neither used nor known to be harmless."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,8 +15,8 @@ from specjax.engine import Engine, Request, Result
 from specjax.errors import RowError, UsageError
 from specjax.generate import MAX_GAMMA, Program, Prompt
 from specjax.pair import Draft, Model, Pair, first_line, no_draft, unusable
-from specjax.rows import BadRow, Row, parse_rows
-from specjax.sampling import SamplingParams, row_key
+from specjax.rows import BadRow, Row, refuse_duplicates
+from specjax.sampling import GREEDY, SamplingParams, row_key
 from specjax.text import StopFinder
 from specjax.types import Finish, Rule, Status
 from specjax.verify import RULES, rule_for
@@ -56,7 +55,7 @@ class Output:
 class Options:
     """Settings of one call of ``generate``; see there."""
 
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = GREEDY
     gamma: int | None = None
     width: int | None = None
     rule: str | Rule = "rejection"
@@ -134,16 +133,14 @@ def as_rows(prompts: Any, target: Model, *, raw: bool = False) -> list[Row | Bad
         if isinstance(prompt, Row | BadRow):
             rows.append(prompt)
         elif isinstance(prompt, dict):
-            rows += parse_rows(json.dumps({"id": number, **prompt}).encode(), f"prompt {number}")
+            rows.append(Row.from_dict(prompt, number))
         elif not isinstance(prompt, str):
             rows.append(Row(number, number, prompt_ids=tuple(int(i) for i in prompt)))
         elif chat:
             rows.append(Row(number, number, messages=[{"role": "user", "content": prompt}]))
         else:
             rows.append(Row(number, number, prompt=prompt))
-    names = [json.dumps(row.id) for row in rows if row.id is not None]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"Two prompts have the id {twice}: give each its own.")
+    refuse_duplicates(rows, "the prompts")
     return rows
 
 
@@ -318,10 +315,7 @@ class _Call:
         if job.watch is None:
             return tokenizer.decode(ids)
         job.watch.show(job.watch.finder.flush())
-        if finish != Finish.CANCELLED:
-            return tokenizer.decode(ids)
-        whole = StopFinder([job.watch.finder.stop or ""], tokenizer.stream())
-        return whole.push(ids)
+        return job.watch.finder.text
 
     def _no_tokens(self) -> dict[str, Any]:
         return stats.row_stats([], [], [], speculation=self.draft.speculation)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -41,7 +43,7 @@ def write(buffer: jax.Array, new: jax.Array, start: Int[Array, " B"]) -> jax.Arr
 
 def rollback(cache: Cache, length: Int[Array, " B"]) -> Cache:
     """Keep the first ``length`` entries of each row: nothing moves, nothing is erased."""
-    return cache.replace(length=length)
+    return replace(cache, length=length)
 
 
 def visible(start: Int[Array, " B"], num_new: int, first: jax.Array | int, count: int) -> Bool[Array, "B T C"]:

@@ -18,7 +18,7 @@ from jax import lax
 
 from specjax import cache as kv
 from specjax import prefill, round
-from specjax.sampling import SamplingParams, stack
+from specjax.sampling import GREEDY, SamplingParams, stack
 from specjax.types import Drafter, Finish, ModelFn, Params, RoundState, Rule
 
 MAX_GAMMA = 64
@@ -98,7 +98,7 @@ class Prompt:
     limit: int
     eos: Sequence[int]
     key: np.ndarray
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = GREEDY
 
 
 def start(
@@ -202,7 +202,7 @@ class Program:
             traced = functools.partial(self._start, capacity=capacity)
             self._shapes[batch, capacity] = jax.eval_shape(traced, params, tokens, rows)
         state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes[batch, capacity])
-        return state.replace(finish=jnp.full((batch,), int(Finish.EMPTY), jnp.int32))
+        return dataclasses.replace(state, finish=jnp.full((batch,), int(Finish.EMPTY), jnp.int32))
 
     def insert(self, params: dict[str, Params], state: RoundState, prompt: Prompt, slot: int) -> RoundState:
         """Prefill a prompt and put it into a slot. ``state`` is donated.
@@ -245,11 +245,11 @@ class Program:
     @staticmethod
     def _blank_row(state: RoundState, slot) -> RoundState:
         row = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), state)
-        return put_row(state, row.replace(finish=jnp.full((1,), int(Finish.EMPTY), jnp.int32)), slot)
+        return put_row(state, dataclasses.replace(row, finish=jnp.full((1,), int(Finish.EMPTY), jnp.int32)), slot)
 
 
 def _cancel_row(state: RoundState, slot) -> RoundState:
-    return state.replace(finish=state.finish.at[slot].set(int(Finish.CANCELLED)))
+    return dataclasses.replace(state, finish=state.finish.at[slot].set(int(Finish.CANCELLED)))
 
 
 def capacity_for(longest: int, width: int) -> int:

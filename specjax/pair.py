@@ -6,7 +6,6 @@ import dataclasses
 import importlib.resources
 import warnings
 from pathlib import Path
-from typing import Any
 
 import jax
 import msgspec

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -62,10 +64,11 @@ def speculative_round(
     logits = all_logits[:, : gamma + 1]
     verdict = rule.verify(logits, proposal, state.sampling, key)
 
-    state = state.replace(draft_on=state.draft_on & (proposal.finite | ~running))
+    state = replace(state, draft_on=state.draft_on & (proposal.finite | ~running))
     emitted, num_emitted, finish, status = _cut(state, proposal, verdict, logits, running)
     new = _commit(state, proposal, verdict, all_logits, emitted, num_emitted)
-    new = new.replace(
+    new = replace(
+        new,
         finish=finish,
         status=status | jnp.where(running & ~proposal.finite, int(Status.DRAFT_NOT_FINITE), 0),
         round=state.round + running,
@@ -73,18 +76,16 @@ def speculative_round(
         draft=drafter.rollback(draft_state, jnp.maximum(new.num_tokens, 1)),
     )
     if check:
-        new = new.replace(status=new.status | _broken(state, new, drafter, running, num_emitted, vocab_size, width))
+        new = replace(new, status=new.status | _broken(state, new, drafter, running, num_emitted, vocab_size, width))
     return new, RoundInfo(proposal, logits, verdict, emitted, num_emitted)
 
 
 def _draft(params, state: RoundState, drafter: Drafter, gamma: int, greedy: bool, key) -> tuple[Proposal, object]:
-    view = DraftView(
-        tokens=state.tokens, num_tokens=jnp.maximum(state.num_tokens, 1), sampling=state.sampling, key=key
-    )
+    view = DraftView(tokens=state.tokens, num_tokens=jnp.maximum(state.num_tokens, 1), sampling=state.sampling, key=key)
     proposal, draft_state = drafter.propose(params["draft"], state.draft, view, gamma, greedy)
     finite = proposal.finite | ~state.draft_on
     return (
-        proposal.replace(num_drafted=jnp.where(state.draft_on & finite, proposal.num_drafted, 0), finite=finite),
+        replace(proposal, num_drafted=jnp.where(state.draft_on & finite, proposal.num_drafted, 0), finite=finite),
         draft_state,
     )
 
@@ -142,7 +143,8 @@ def _commit(
         norm = jax.nn.logsumexp(logits, axis=-1)[:, :size]
         chosen = jnp.take_along_axis(logits[:, :size], emitted[..., None], axis=-1)[..., 0]
         logprobs = _append(logprobs, chosen - norm, at)
-    return state.replace(
+    return replace(
+        state,
         tokens=_append(state.tokens, emitted, at),
         num_tokens=at + num_emitted,
         place=_append(state.place, places, at),

@@ -16,6 +16,9 @@ from jaxtyping import Array, Float, Int, UInt32
 from specjax.errors import RowError
 from specjax.types import Purpose, RowSampling
 
+# Temperatures below it act like it: logits that differ at all in float32 are already worlds apart.
+SMALLEST_TEMPERATURE = 1e-30
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -33,6 +36,9 @@ class SamplingParams:
     def __post_init__(self):
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise RowError(f"temperature is {self.temperature}; expected a finite number >= 0 (0 is greedy).")
+
+
+GREEDY = SamplingParams()
 
 
 def stack(rows: list[SamplingParams]) -> RowSampling:
@@ -58,7 +64,8 @@ def distribution(logits: Float[Array, "B T V"], sampling: RowSampling) -> Distri
     """Return the distribution each row samples from: a softmax at its temperature, or one-hot at temperature 0."""
     temperature = sampling.temperature[:, None, None]
     greedy = temperature == 0
-    scaled = logits / jnp.where(greedy, 1.0, temperature)
+    # A smaller divisor would overflow, and infinity less infinity is no probability.
+    scaled = logits / jnp.where(greedy, 1.0, jnp.maximum(temperature, SMALLEST_TEMPERATURE))
     best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.bool_)
     log_weights = jnp.where(greedy, jnp.where(best, 0.0, -jnp.inf), scaled)
     # Where a weight is so small that its probability rounds to zero it must not be drawn either (invariant 5).
@@ -95,10 +102,11 @@ def row_key(seed: int, row_id: int | str, sample: int = 0) -> np.ndarray:
     Never the row's place in a file or batch. Threefry, whatever JAX's default is.
     """
     text = json.dumps(row_id)
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+    # 64 bits: with 32, two of a job's 100,000 rows would likely share all their draws.
+    digest = np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], "<u4")
     key = jax.random.key(seed % 2**32, impl="threefry2x32")
     # A seed of more than 32 bits keeps all of them.
-    for data in (seed >> 32 & 0xFFFFFFFF, digest, sample):
+    for data in (seed >> 32 & 0xFFFFFFFF, *digest, sample):
         key = jax.random.fold_in(key, np.uint32(data))
     return np.asarray(jax.random.key_data(key))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from specjax.checkpoint import hf, known
 from specjax.checkpoint.files import MissingCheckpoint
@@ -107,7 +108,7 @@ def _hub(repo: str, progress: bool) -> Path:
 
     here = f"There is no folder {repo!r} here, and"
     (enable_progress_bars if progress else disable_progress_bars)()
-    wanted = {"allow_patterns": _HUB_FILES, "ignore_patterns": ["*/*"]}
+    wanted: dict[str, Any] = {"allow_patterns": _HUB_FILES, "ignore_patterns": ["*/*"]}
     try:
         # snapshot_download asks the same first, but without a time limit.
         huggingface_hub.HfApi().repo_info(repo, timeout=_HUB_SECONDS)
