@@ -23,14 +23,16 @@ def precision_of(dtype) -> lax.Precision:
 
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return ``x @ weight.T`` in float32; x [..., in] is cast to the dtype of weight [out, in]."""
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(
-        x.astype(weight.dtype),
+    # As one matrix: XLA's CPU backend is 1.7 times slower on a bfloat16 product with two leading axes.
+    rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
+    product = lax.dot_general(
+        rows,
         weight,
-        contract,
+        (((1,), (1,)), ((), ())),
         precision=precision_of(weight.dtype),
         preferred_element_type=jnp.float32,
     )
+    return product.reshape(*x.shape[:-1], weight.shape[0])
 
 
 class Linear(nn.Module):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_text import DATA, with_tokenizer
 
 from specjax.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "tests" / "data"
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,6 @@ def model() -> Path:
     return DATA / "llama-gqa-tied"
 
 
-def with_tokenizer(source: Path, folder: Path, tokenizer: str = "byte_level") -> Path:
-    """Copy a model and give it a tiny tokenizer; byte_level has a chat template."""
-    shutil.copytree(source, folder)
-    for file in (DATA / "tokenizers" / tokenizer).iterdir():
-        shutil.copy(file, folder)
-    return folder
-
-
 @pytest.fixture(scope="session")
 def text_model(tmp_path_factory, model) -> Path:
     """Return the tiny model with a byte-level tokenizer and a chat template."""
@@ -75,9 +66,3 @@ def rows_file(tmp_path) -> Callable[..., Path]:
         return path
 
     return write
-
-
-def read_rows(path: Path) -> dict[Any, dict[str, Any]]:
-    """Read rows that a command wrote, by their id; samples of one id by (id, sample)."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    return {(row["id"], row["sample"]) if "sample" in row else row["id"]: row for row in rows}
