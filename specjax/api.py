@@ -255,7 +255,7 @@ class _Call:
         """Run jobs through one engine until all are finished."""
         options, target = self.options, self.pair.target
         rule = self.rule
-        if rule.name == "rejection" and all(job.prompt.sampling.temperature == 0 for job in jobs):
+        if rule.lossless and all(job.prompt.sampling.temperature == 0 for job in jobs):
             rule = RULES["greedy"]
         gamma = effective_gamma(self.pair, self.draft, options.gamma)
         program = compiled(

@@ -17,7 +17,9 @@ from specjax.types import (
     ModelFn,
     Params,
     Proposal,
+    Purpose,
     RoundInfo,
+    RoundKeys,
     RoundState,
     Rule,
     Status,
@@ -52,8 +54,8 @@ def speculative_round(
         The new state and what the round did.
     """
     running = state.finish == Finish.RUNNING
-    key = s.fold(state.key, state.round)
-    proposal, draft_state = _draft(params, state, drafter, gamma, rule.greedy, key)
+    keys = round_keys(state, gamma, rule)
+    proposal, draft_state = _draft(params, state, drafter, gamma, rule.greedy, keys)
 
     last = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
     block = jnp.concatenate([last, proposal.tokens], axis=1)
@@ -62,7 +64,7 @@ def speculative_round(
     assert out.logits is not None
     all_logits = out.logits[..., :vocab_size]
     logits = all_logits[:, : gamma + 1]
-    verdict = rule.verify(logits, proposal, state.sampling, key)
+    verdict = rule.verify(logits, proposal, state.sampling, keys)
 
     state = replace(state, draft_on=state.draft_on & (proposal.finite | ~running))
     emitted, num_emitted, finish, status = _cut(state, proposal, verdict, logits, running)
@@ -80,8 +82,20 @@ def speculative_round(
     return new, RoundInfo(proposal, logits, verdict, emitted, num_emitted)
 
 
-def _draft(params, state: RoundState, drafter: Drafter, gamma: int, greedy: bool, key) -> tuple[Proposal, object]:
-    view = DraftView(tokens=state.tokens, num_tokens=jnp.maximum(state.num_tokens, 1), sampling=state.sampling, key=key)
+def round_keys(state: RoundState, gamma: int, rule: Rule) -> RoundKeys:
+    """Return the keys of a round's draws; unused ones cost nothing once compiled."""
+    fresh = s.fold(state.key, state.round)
+    base = s.purpose_key(state.key, Purpose.COUPLED) if rule.coupled else s.purpose_key(fresh, Purpose.DRAFT)
+    first = state.num_tokens if rule.coupled else jnp.zeros_like(state.num_tokens)
+    place = jnp.stack([s.fold(base, first + i) for i in range(gamma + 1)], axis=1)
+    return RoundKeys(round=fresh, place=place)
+
+
+def _draft(
+    params: dict[str, Params], state: RoundState, drafter: Drafter, gamma: int, greedy: bool, keys: RoundKeys
+) -> tuple[Proposal, object]:
+    num_tokens = jnp.maximum(state.num_tokens, 1)
+    view = DraftView(tokens=state.tokens, num_tokens=num_tokens, sampling=state.sampling, keys=keys)
     proposal, draft_state = drafter.propose(params["draft"], state.draft, view, gamma, greedy)
     finite = proposal.finite | ~state.draft_on
     return (

@@ -16,7 +16,7 @@ Invariants (tests/test_invariants.py; at run time under ``check=True``):
    residual, the next token is drawn from p.
 6. p and q are one float32 distribution each, used both to draw and to verify. A greedy draft's q is one-hot.
 7. Every draw's key is (seed, id, sample) -> round -> purpose -> place: no draw serves two rounds, and none
-   depends on the row's place in the batch.
+   depends on the row's place in the batch. The coupled rule alone keys by absolute position.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class Purpose(enum.IntEnum):
     ACCEPT = 1
     RESIDUAL = 2
     BONUS = 3
+    COUPLED = 4  # folded into the row's key, not the round's
 
 
 @flax.struct.dataclass
@@ -128,6 +129,20 @@ class RowSampling:
 
 
 @flax.struct.dataclass
+class RoundKeys:
+    """The keys that a round's draws come from.
+
+    Attributes:
+        round: [B, 2] uint32, fresh in every round.
+        place: [B, K + 1, 2] uint32, one for each new token: what a draft draws it with. Under the coupled rule it
+            follows from the absolute position alone, and the target's draw uses it too.
+    """
+
+    round: UInt32[Array, "B 2"]
+    place: UInt32[Array, "B K1 2"]
+
+
+@flax.struct.dataclass
 class DraftView:
     """What a draft source may look at: the committed tokens and nothing past them.
 
@@ -135,13 +150,13 @@ class DraftView:
         tokens: [B, S] int32; entries at or past ``num_tokens`` are not valid.
         num_tokens: [B] int32, at least 1 in a running row.
         sampling: the rows' settings.
-        key: [B, 2] uint32, this round's key of each row.
+        keys: this round's keys.
     """
 
     tokens: Int[Array, "B S"]
     num_tokens: Int[Array, " B"]
     sampling: RowSampling
-    key: UInt32[Array, "B 2"]
+    keys: RoundKeys
 
 
 @flax.struct.dataclass
@@ -197,14 +212,16 @@ class Rule(NamedTuple):
 
     Attributes:
         name: its name on the command line and in results.
-        verify: ``(logits [B, K+1, V], proposal, sampling, key [B, 2]) -> Verdict``.
+        verify: ``(logits [B, K+1, V], proposal, sampling, keys) -> Verdict``.
         greedy: it serves rows at temperature 0 only, and needs no probabilities.
+        coupled: draft and target share their noise, keyed by absolute position (common random numbers).
         lossless: the output has exactly the target's distribution.
     """
 
     name: str
-    verify: Callable[[jax.Array, Proposal, RowSampling, jax.Array], Verdict]
+    verify: Callable[[jax.Array, Proposal, RowSampling, RoundKeys], Verdict]
     greedy: bool = False
+    coupled: bool = False
     lossless: bool = True
 
 

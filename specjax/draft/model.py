@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax import cache as kv
 from specjax import sampling as s
 from specjax.prefill import prefill
-from specjax.types import Cache, Drafter, DraftView, ModelFn, Proposal, Purpose
+from specjax.types import Cache, Drafter, DraftView, ModelFn, Proposal
 
 WINDOW = 2  # tokens per draft step
 
@@ -44,7 +44,6 @@ def model_drafter(model_fn: ModelFn, vocab_size: int) -> Drafter:
 
     def propose(params, state: Cache, view: DraftView, gamma: int, greedy: bool):
         batch = view.tokens.shape[0]
-        key = s.purpose_key(view.key, Purpose.DRAFT)
         # A row of one token has no second newest: its first step feeds a filler after it, and reads the first row.
         places = jnp.maximum(view.num_tokens - WINDOW, 0)[:, None] + jnp.arange(WINDOW)
         newest = jnp.take_along_axis(view.tokens, places, axis=1)
@@ -60,7 +59,7 @@ def model_drafter(model_fn: ModelFn, vocab_size: int) -> Drafter:
                 token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             else:
                 q = s.distribution(logits[:, None], view.sampling)
-                token = s.draw(q.log_weights[:, 0], s.fold(key, i))
+                token = s.draw(q.log_weights[:, 0], view.keys.place[:, i])
                 probs = lax.dynamic_update_slice(probs, q.probs, (0, i, 0))
             last = jnp.where(count == 1, block.newest[:, 0], block.newest[:, 1])
             return _Block(

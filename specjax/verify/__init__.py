@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from specjax.errors import UsageError
 from specjax.types import Rule
-from specjax.verify import greedy, rejection
+from specjax.verify import block, coupled, greedy, rejection
 
-RULES: dict[str, Rule] = {rule.name: rule for rule in (greedy.RULE, rejection.RULE)}
+RULES: dict[str, Rule] = {rule.name: rule for rule in (greedy.RULE, rejection.RULE, block.RULE, coupled.RULE)}
 
 
 def rule_for(rule: str | Rule) -> Rule:

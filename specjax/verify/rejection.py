@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int
 
 from specjax import sampling as s
-from specjax.types import Proposal, Purpose, RowSampling, Rule, Verdict
+from specjax.types import Proposal, Purpose, RoundKeys, RowSampling, Rule, Verdict
 from specjax.verify.greedy import leading
 
 
-def verify(
-    logits: Float[Array, "B K1 V"], proposal: Proposal, sampling: RowSampling, key: UInt32[Array, "B 2"]
-) -> Verdict:
+def verify(logits: Float[Array, "B K1 V"], proposal: Proposal, sampling: RowSampling, keys: RoundKeys) -> Verdict:
     """Decide one block; see ``specjax.types.Rule``."""
     target = s.distribution(logits, sampling)
     gamma = proposal.tokens.shape[1]
@@ -26,21 +24,41 @@ def verify(
     q_drafted = jnp.ones_like(p_drafted)
     if proposal.probs is not None:
         q_drafted = jnp.take_along_axis(proposal.probs, proposal.tokens[..., None], axis=-1)[..., 0]
-    u = s.uniforms(s.purpose_key(key, Purpose.ACCEPT), gamma)
+    u = s.uniforms(s.purpose_key(keys.round, Purpose.ACCEPT), gamma)
     num_accepted = leading(u * q_drafted < p_drafted, proposal.num_drafted)
-    rejected = num_accepted < proposal.num_drafted
+    return Verdict(num_accepted, extra_token(target, proposal, num_accepted, keys))
 
+
+def extra_token(
+    target: s.Distribution,
+    proposal: Proposal,
+    num_accepted: Int[Array, " B"],
+    keys: RoundKeys,
+    scale: Float[Array, " B"] | None = None,
+) -> Int[Array, " B"]:
+    """Draw the token that follows the accepted ones: from (scale * p - q)_+, or p after a wholly accepted block.
+
+    Args:
+        target: p, [B, K+1, V].
+        proposal: the drafts and their q.
+        num_accepted: [B].
+        keys: this round's.
+        scale: [B] factor of p in the residual (the block rule's); 1 when None.
+    """
+    rejected = num_accepted < proposal.num_drafted
     here = num_accepted[:, None, None]
     p = jnp.take_along_axis(target.probs, here, axis=1)[:, 0]
     log_weights = jnp.take_along_axis(target.log_weights, here, axis=1)[:, 0]
-    if gamma:
-        log_weights = jnp.where(rejected[:, None], _residual(p, log_weights, proposal, num_accepted), log_weights)
+    if proposal.tokens.shape[1]:
+        scaled = p if scale is None else scale[:, None] * p
+        left = _residual(scaled, log_weights, proposal, num_accepted)
+        log_weights = jnp.where(rejected[:, None], left, log_weights)
     purpose = jnp.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
-    return Verdict(num_accepted, s.draw(log_weights, s.fold(key, purpose)))
+    return s.draw(log_weights, s.fold(keys.round, purpose))
 
 
 def _residual(p: jax.Array, log_weights: jax.Array, proposal: Proposal, place: jax.Array) -> jax.Array:
-    """Return log (p - q)_+ [B, V] at the rejected place; log p where rounding leaves nothing."""
+    """Return log (p - q)_+ [B, V] at the rejected place, p scaled or not; log p where rounding leaves nothing."""
     gamma, vocab = proposal.tokens.shape[1], p.shape[-1]
     place = jnp.minimum(place, gamma - 1)[:, None]
     if proposal.probs is None:
