@@ -1,0 +1,106 @@
+"""What every model family promises, on a tiny random model of it; a new family adds its config here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.models.config import DecoderConfig, Family
+from specjax.models.decoder import DecoderFn
+from specjax.models.registry import FAMILIES
+
+CONFIGS = {
+    "llama": [
+        DecoderConfig(24, 16, 20, 2, 4, 2, 6, 64, qkv_bias=True, out_bias=True, mlp_bias=True),
+        DecoderConfig(24, 16, 20, 1, 2, 2, 8, 64, tied=True),
+    ],
+}
+CASES = [(family, config) for family in FAMILIES for config in CONFIGS.get(family.name, [])]
+
+
+def test_every_family_has_a_config_here():
+    assert {family.name for family in FAMILIES} <= set(CONFIGS)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0].name}{CASES.index(case)}", scope="module")
+def case(request) -> tuple[Family, DecoderFn, dict]:
+    family, config = request.param
+    fn = DecoderFn(config)
+    return family, fn, jax.jit(fn.init_params)(jax.random.key(0))
+
+
+@functools.cache
+def compiled(fn: DecoderFn):
+    return jax.jit(fn.__call__, static_argnames=("features",))
+
+
+def test_the_leaves_are_the_models_parameters(case):
+    family, fn, params = case
+    found = {tuple(key.key for key in path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    assert found == {leaf.path: leaf.shape for leaf in family.leaves(fn.config)}
+
+
+def test_sources_add_up_to_the_leaf(case):
+    family, fn, _ = case
+    for leaf in family.leaves(fn.config):
+        assert len(leaf.sources) == len(leaf.source_shapes)
+        assert sum(shape[0] for shape in leaf.source_shapes) == leaf.shape[0]
+    names = [name for leaf in family.leaves(fn.config) for name in leaf.sources]
+    assert len(names) == len(set(names))
+
+
+def test_cached_blocks_give_the_logits_of_one_pass(case):
+    """Rows of one batch at different lengths, blocks of 1 to 5 tokens, tokens beyond the valid length overwritten."""
+    _, fn, params = case
+    tokens = np.random.default_rng(0).integers(0, 24, size=(2, 12)).astype(np.int32)
+    call = compiled(fn)
+    whole = call(params, tokens, fn.init_cache(2, 16)).logits
+    assert whole.dtype == jnp.float32
+    cache, at = fn.init_cache(2, 16), 0
+    for size in (5, 1, 3):
+        ahead = call(params, tokens[:, at : at + size][:, ::-1], cache)  # a block that is rolled back
+        cache = ahead.cache.replace(length=cache.length)
+        out = call(params, tokens[:, at : at + size], cache)
+        np.testing.assert_allclose(out.logits, whole[:, at : at + size], atol=1e-5)
+        cache, at = out.cache, at + size
+    # From here row 1 is two tokens behind.
+    cache = cache.replace(length=jnp.asarray([9, 7]))
+    block = np.stack([tokens[0, 9:12], tokens[1, 7:10]])
+    out = call(params, block, cache)
+    np.testing.assert_allclose(out.logits[0], whole[0, 9:12], atol=1e-5)
+    np.testing.assert_allclose(out.logits[1], whole[1, 7:10], atol=1e-5)
+    assert out.cache.length.tolist() == [12, 10]
+
+
+def test_less_can_be_asked_for(case):
+    _, fn, params = case
+    tokens = np.random.default_rng(1).integers(0, 24, size=(2, 5)).astype(np.int32)
+    whole = compiled(fn)(params, tokens, fn.init_cache(2, 16), features=True)
+    one = compiled(fn)(params, tokens, fn.init_cache(2, 16), logits=np.asarray([3, 1]), features=True)
+    none = jax.jit(functools.partial(fn, logits="none"))(params, tokens, fn.init_cache(2, 16))
+    assert none.logits is None
+    np.testing.assert_allclose(one.logits, np.asarray(whole.logits)[np.arange(2), [3, 1]], atol=1e-5)
+    assert whole.features.shape == (2, 5, 16)
+    np.testing.assert_allclose(whole.features, one.features, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), none.cache, whole.cache)
+
+
+def test_a_model_function_is_a_static_argument(case):
+    _, fn, _ = case
+    assert hash(fn) == hash(dataclasses.replace(fn))
+    assert fn == dataclasses.replace(fn)
+
+
+def test_bfloat16_gives_float32_logits(case):
+    _, fn, params = case
+    narrow = dataclasses.replace(fn, dtype="bfloat16")
+    cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.ndim == 2 else leaf, params)
+    tokens = np.random.default_rng(2).integers(0, 24, size=(1, 6)).astype(np.int32)
+    found, exact = (compiled(f)(p, tokens, f.init_cache(1, 6)).logits for f, p in ((narrow, cast), (fn, params)))
+    assert found.dtype == jnp.float32
+    assert np.abs(found - exact).max() < 0.05 * np.abs(exact).max() + 1e-3
