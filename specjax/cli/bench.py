@@ -106,27 +106,32 @@ class Bench(PairOptions):
         from rich.console import Console
 
         console = Console(stderr=self.output == "-", highlight=False)
-        if not console.is_terminal:
-            console.width = 140  # a file has no edge to wrap at
+        table = _table(report)
+        wide = console.options.update(max_width=10_000)
+        console.width = max(console.width, console.measure(table, options=wide).maximum)  # wrapped rather than cut
         here, settings = report["environment"], report["settings"]
         console.print(
             f"target {settings['target']}, draft {settings['draft']}, {here['dtype']}, "
             f"{len(report['prompts'])} prompts, batch size {settings['batch_size']}, "
             f"temperature {settings['temperature']:g}, {settings['repeats']} pairs of runs",
             markup=False,
+            soft_wrap=True,
         )
         console.print(
             f"jax {here['jax']}, {here['num_devices']} x {here['device']} ({here['processor']}, {here['num_cpus']} CPU)"
             f", loaded in {report['load_seconds']:.1f} s",
             markup=False,
+            soft_wrap=True,
         )
-        console.print(_table(report))
+        console.print(table)
         for result in report["results"]:
             for found in result["equality"]["divergences"]:
                 console.print(
                     f"gamma {result['gamma']}: prompt {found['id']!r} first differs from plain at new token "
                     f"{found['position'] + 1}",
                     markup=False,
+                    soft_wrap=True,
+                    soft_wrap=True,
                 )
 
 
