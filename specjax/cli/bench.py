@@ -131,7 +131,6 @@ class Bench(PairOptions):
                     f"{found['position'] + 1}",
                     markup=False,
                     soft_wrap=True,
-                    soft_wrap=True,
                 )
 
 
