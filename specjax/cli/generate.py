@@ -55,7 +55,7 @@ class Generate(PairOptions):
     width: Annotated[int | None, unset("N")] = None
     """Rows of every target step, more than gamma; one width gives the same bits with any draft, gamma and batch
     (default: what is fastest)."""
-    rule: Annotated[str, arg(metavar="rejection|greedy")] = "rejection"
+    rule: Annotated[str, arg(metavar="rejection|block|coupled|greedy")] = "rejection"
     """How drafts are accepted; under rejection, rows at temperature 0 are greedy."""
     max_new_tokens: Annotated[int, arg(metavar="N")] = 128
     """The most tokens to generate per row."""
