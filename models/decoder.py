@@ -12,60 +12,9 @@ import jax.numpy as jnp
 
 from specjax import cache as kv
 from specjax.models import layers
-from specjax.models.config import DecoderConfig
+from specjax.models.blocks import Block
+from specjax.models.config import DecoderConfig, RopeConfig
 from specjax.types import Cache, ModelOutput, Params
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with a rotary embedding; writes its T new entries, then attends."""
-
-    config: DecoderConfig
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, x, k, v, start, angles):
-        c = self.config
-
-        def heads(name: str, count: int) -> jax.Array:
-            y = layers.Linear(count * c.head_dim, bias=c.qkv_bias, dtype=self.dtype, name=name)(x)
-            return y.reshape(*x.shape[:2], count, c.head_dim).swapaxes(1, 2)
-
-        q = layers.rotate(heads("q", c.num_heads), angles)
-        k = kv.write(k, layers.rotate(heads("k", c.num_kv_heads), angles), start)
-        v = kv.write(v, heads("v", c.num_kv_heads), start)
-        mixed = layers.attend(q, k, v, start, c.head_dim**-0.5)
-        mixed = mixed.swapaxes(1, 2).reshape(*x.shape[:2], c.num_heads * c.head_dim)
-        return layers.Linear(c.width, bias=c.out_bias, dtype=self.dtype, name="out")(mixed), k, v
-
-
-class Mlp(nn.Module):
-    """The gated MLP: down(act(gate(x)) * up(x))."""
-
-    config: DecoderConfig
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, x):
-        c = self.config
-        gate = layers.Linear(c.mlp_width, bias=c.mlp_bias, dtype=self.dtype, name="gate")(x)
-        up = layers.Linear(c.mlp_width, bias=c.mlp_bias, dtype=self.dtype, name="up")(x)
-        return layers.Linear(c.width, bias=c.mlp_bias, dtype=self.dtype, name="down")(nn.silu(gate) * up)
-
-
-class Block(nn.Module):
-    """One pre-norm layer."""
-
-    config: DecoderConfig
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, x, k, v, start, angles):
-        c = self.config
-        y, k, v = Attention(c, self.dtype, name="attention")(
-            layers.RMSNorm(c.norm_eps, name="attention_norm")(x), k, v, start, angles
-        )
-        x = x + y
-        return x + Mlp(c, self.dtype, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x)), k, v
 
 
 class Decoder(nn.Module):
@@ -82,26 +31,38 @@ class Decoder(nn.Module):
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.width), self.dtype)
         start, num_new = cache.length, tokens.shape[1]
         x = jnp.take(embedding, tokens, axis=0, mode="clip").astype(jnp.float32)
-        frequencies, scale = layers.rope_frequencies(c.rope, c.head_dim, c.max_positions)
-        angles = layers.rope_angles(frequencies, scale, start[:, None] + jnp.arange(num_new, dtype=jnp.int32))
+        if c.scaled_embedding:
+            x = x * jnp.asarray(c.width**0.5, self.dtype).astype(jnp.float32)
+        positions = start[:, None] + jnp.arange(num_new, dtype=jnp.int32)
+        if c.rope is None:
+            table = self.param("positions", nn.initializers.normal(0.02), (c.max_positions, c.width), self.dtype)
+            x = x + jnp.take(table, positions, axis=0, mode="clip").astype(jnp.float32)
+        angles: dict[RopeConfig | None, Any] = {None: None}
+        for rope in {c.rope_of(i): None for i in range(c.num_layers)}:
+            if rope is not None:
+                angles[rope] = layers.rope_angles(
+                    *layers.rope_frequencies(rope, c.head_dim, c.max_positions), positions
+                )
         keys, values = list(cache.k), list(cache.v)
         for i in range(c.num_layers):
-            x, keys[i], values[i] = Block(c, self.dtype, name=f"layers_{i}")(x, keys[i], values[i], start, angles)
+            block = Block(c, c.kind(i), self.dtype, name=f"layers_{i}")
+            x, keys[i], values[i] = block(x, keys[i], values[i], start, angles[c.rope_of(i)])
         cache = Cache(k=tuple(keys), v=tuple(values), length=start + num_new)
         head = embedding
         if not c.tied:
             head = self.param("head", nn.initializers.normal(0.02), (c.vocab_size, c.width), self.dtype)
-        norm = layers.RMSNorm(c.norm_eps, name="final_norm")
+        norm = layers.NORMS[c.norm](c.norm_eps, name="final_norm")
         scores = None
         if isinstance(logits, str):
             if logits == "none" and not features:
                 norm(x[:, :1])  # the parameter exists in every mode
                 return ModelOutput(None, cache)
             x = norm(x)
-            scores = layers.matmul(x, head) if logits == "all" else None
+            scores = layers.soft_cap(layers.matmul(x, head), c.logit_cap) if logits == "all" else None
         else:
             x = norm(x)
-            scores = layers.matmul(jnp.take_along_axis(x, logits[:, None, None], axis=1), head)[:, 0]
+            chosen = jnp.take_along_axis(x, logits[:, None, None], axis=1)
+            scores = layers.soft_cap(layers.matmul(chosen, head)[:, 0], c.logit_cap)
         return ModelOutput(scores, cache, x if features else None)
 
 

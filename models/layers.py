@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import flax.linen as nn
@@ -14,6 +15,9 @@ from specjax import cache as kv
 from specjax.models.config import RopeConfig
 
 NEGATIVE = -1e30  # finite, so that a wholly masked chunk gives no NaN
+# Where the running maximum starts: below every score, yet so far above NEGATIVE that exp of the difference is 0.
+# A chunk in which a row sees nothing therefore adds exactly nothing, also when it is the row's first.
+LOWEST = NEGATIVE / 2
 
 
 def precision_of(dtype) -> lax.Precision:
@@ -63,12 +67,50 @@ class RMSNorm(nn.Module):
         return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * scale.astype(jnp.float32)
 
 
+class RMSNormPlusOne(nn.Module):
+    """RMSNorm that scales by 1 + w: in float32, where bfloat16 would round the sum."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.zeros, (x.shape[-1],), jnp.float32)
+        return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * (1.0 + scale.astype(jnp.float32))
+
+
+class LayerNorm(nn.Module):
+    """Layer norm (1607.06450) with scale and bias, in float32."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), jnp.float32)
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * scale + bias
+
+
+NORMS = {"rms": RMSNorm, "rms_plus_one": RMSNormPlusOne, "layer": LayerNorm}
+ACTIVATIONS = {
+    "silu": nn.silu,
+    "gelu": functools.partial(nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(nn.gelu, approximate=True),
+}
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Return ``cap * tanh(x / cap)``, or x as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[np.ndarray, float]:
-    """Return the inverse frequencies [H / 2] and the factor that scales cos and sin.
+    """Return the inverse frequencies [R / 2] and the factor that scales cos and sin; R of the H dimensions turn.
 
     The kinds follow transformers' ``modeling_rope_utils``: default, linear, llama3, and yarn (2309.00071).
     """
     base = rope.rope_theta
+    head_dim = int(head_dim * rope.partial_rotary_factor)
     inverse = 1.0 / base ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.rope_type == "default":
         return inverse, 1.0
@@ -107,29 +149,43 @@ def _yarn(rope: RopeConfig, inverse: np.ndarray, head_dim: int, original: int) -
 
 
 def rope_angles(frequencies: np.ndarray, scale: float, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return cos and sin [B, 1, T, H / 2] for positions [B, T]."""
+    """Return cos and sin [B, 1, T, R / 2] for positions [B, T]."""
     angles = positions[:, None, :, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Apply the rotary embedding to x [B, heads, T, H]: the first half pairs with the second."""
+    """Apply the rotary embedding to x [B, heads, T, H]: of the dimensions that turn, half pairs with half."""
     cos, sin = angles
+    turning = 2 * cos.shape[-1]
+    if turning < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :turning], angles), x[..., turning:]], axis=-1)
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, scale: float) -> jax.Array:
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    start: jax.Array,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+) -> jax.Array:
     """Attend over the valid part of a cache, chunk by chunk, with a running softmax.
 
-    The trip count is traced, so the cost follows the longest valid length, not the capacity. A chunk that a row
-    does not need changes no bit of its result (a factor of 1 and a sum with 0).
+    The trip count is traced, so the cost follows the longest valid length, not the capacity; with a window the loop
+    also begins where the shortest row's window does. A chunk that a row does not need changes no bit of its result
+    (a factor of 1 and a sum with 0).
 
     Args:
         q: [B, N, T, H] float32 queries at positions ``start + (0..T-1)``.
         k, v: [B, G, S, H], with the entries of these T tokens already written; S is a multiple of CHUNK.
         start: [B] int32.
         scale: factor of the scores.
+        window: each query sees itself and ``window - 1`` positions before it; None: all before it.
+        cap: soft cap of the scores.
 
     Returns:
         [B, N, T, H] float32.
@@ -148,7 +204,10 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, scale: fl
         scores = jnp.einsum(
             "bgmh,bgch->bgmc", q, keys, precision=precision, preferred_element_type=jnp.float32
         ).reshape(batch, groups, -1, num_new, kv.CHUNK)
+        scores = soft_cap(scores, cap)
         seen = kv.visible(start, num_new, first, kv.CHUNK)[:, None, None]
+        if window is not None:
+            seen &= ~kv.visible(start - window, num_new, first, kv.CHUNK)[:, None, None]
         scores = jnp.where(seen, scores, NEGATIVE).reshape(batch, groups, rows, kv.CHUNK)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.exp(scores - new_top)
@@ -164,6 +223,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, scale: fl
 
     trips = (jnp.max(start) + num_new + kv.CHUNK - 1) // kv.CHUNK
     column = jnp.zeros((batch, groups, rows, 1), jnp.float32)
-    carry = (column + NEGATIVE, column, jnp.zeros((batch, groups, rows, size), jnp.float32))
-    _, total, out = lax.fori_loop(0, trips, chunk, carry)
+    carry = (column + LOWEST, column, jnp.zeros((batch, groups, rows, size), jnp.float32))
+    begin = 0 if window is None else jnp.maximum(jnp.min(start) - window + 1, 0) // kv.CHUNK
+    _, total, out = lax.fori_loop(begin, trips, chunk, carry)
     return (out / total).reshape(batch, heads, num_new, size)

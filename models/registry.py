@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from specjax.models import llama
+from specjax.models import gemma2, gemma3, gpt2, llama, mistral, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe
 from specjax.models.config import Family
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY,)
+FAMILIES: tuple[Family, ...] = (
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    gpt2.FAMILY,
+    llama.FAMILY,
+    mistral.FAMILY,
+    mixtral.FAMILY,
+    olmo2.FAMILY,
+    phi3.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+)
 
 
 def family_for(model_type: str) -> Family:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import shutil
 import warnings
@@ -26,13 +25,13 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "special_tokens_map.json",
     GENERATION_CONFIG,
 )
 # Buffers that some versions of transformers saved although they follow from the config.
 _DERIVED = re.compile(r"\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
 _HEAD = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +83,8 @@ def load_folder(folder: str | Path, *, dtype: str = "float32", name: str | None 
         raise MissingCheckpoint(f"Folder {folder} does not exist. Pass a folder in Hugging Face layout.")
     hf_config, family, config = read_config(folder)
     eos_ids, bos_id = _special_ids(folder, hf_config)
-    leaves = family.leaves(config)
     store = tensors.TensorStore(folder)
+    leaves = _as_named(store, family.leaves(config))
     _check_tensors(store, leaves, config)
     params: dict[str, Any] = {}
     for leaf in leaves:
@@ -141,6 +140,21 @@ def _ids(sources: list[tuple[Path, dict[str, Any]]], key: str) -> tuple[int, ...
     return ()
 
 
+def _as_named(store: tensors.TensorStore, leaves: list[Leaf]) -> list[Leaf]:
+    """Drop the leading part of the names (``model.``, ``transformer.``) where a folder holds the bare decoder."""
+    embedding = _embedding(leaves)
+    prefix = embedding.partition(".")[0] + "."
+    if embedding in store.tensors or embedding.removeprefix(prefix) not in store.tensors:
+        return leaves
+    return [
+        dataclasses.replace(leaf, sources=tuple(name.removeprefix(prefix) for name in leaf.sources)) for leaf in leaves
+    ]
+
+
+def _embedding(leaves: list[Leaf]) -> str:
+    return next(leaf.sources[0] for leaf in leaves if leaf.path == ("embedding",))
+
+
 def _check_tensors(store: tensors.TensorStore, leaves: list[Leaf], config: DecoderConfig) -> None:
     wanted: set[str] = set()
     for leaf in leaves:
@@ -150,7 +164,7 @@ def _check_tensors(store: tensors.TensorStore, leaves: list[Leaf], config: Decod
     extra = sorted(name for name in store.tensors if name not in wanted and not _DERIVED.search(name))
     if config.tied and _HEAD in extra:
         extra.remove(_HEAD)
-        if not store.equal(_HEAD, _EMBEDDING):
+        if not store.equal(_HEAD, _embedding(leaves)):
             warnings.warn(
                 f"{store.folder} has a {_HEAD} unlike its embedding, but its {CONFIG} ties the two: "
                 f"{_HEAD} is not used. Set tie_word_embeddings to false to use it.",
@@ -165,10 +179,15 @@ def _check_tensors(store: tensors.TensorStore, leaves: list[Leaf], config: Decod
 
 
 def _fill(store: tensors.TensorStore, leaf: Leaf, out: np.ndarray) -> None:
-    row = 0
-    for source, shape in zip(leaf.sources, leaf.source_shapes, strict=True):
-        store.read_into(source, out[row : row + shape[0]])
-        row += shape[0]
+    if not leaf.transposed and leaf.rows is None:
+        row = 0
+        for source, shape in zip(leaf.sources, leaf.source_shapes, strict=True):
+            store.read_into(source, out[row : row + shape[0]])
+            row += shape[0]
+        return
+    parts = [store.read(source, out.dtype) for source in leaf.sources]
+    whole = np.concatenate([part.T if leaf.transposed else part for part in parts])
+    out[...] = whole if leaf.rows is None else whole[slice(*leaf.rows)]
 
 
 def _make_array(shape: tuple[int, ...], dtype: np.dtype, fill: Callable[[np.ndarray], None]) -> Any:
@@ -255,9 +274,22 @@ def write_config(folder: Path, hf_config: Mapping[str, Any], dtype: str) -> None
 
 
 def _sources(params: Mapping[str, Any], leaves: list[Leaf]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the checkpoint's tensors, each made of the leaves that share it, in the order of their first leaf."""
+    shared: dict[str, list[Leaf]] = {}
     for leaf in leaves:
-        array = np.asarray(_get(params, leaf.path))
+        if leaf.rows is not None:
+            shared.setdefault(leaf.sources[0], []).append(leaf)
+    for leaf in leaves:
+        if leaf.rows is not None:
+            parts = shared.pop(leaf.sources[0], None)
+            if parts is None:
+                continue
+            whole = np.concatenate([np.asarray(_get(params, part.path)) for part in parts])
+        else:
+            whole = np.asarray(_get(params, leaf.path))
         row = 0
         for name, shape in zip(leaf.sources, leaf.source_shapes, strict=True):
-            yield name, array[row : row + shape[0]] if len(leaf.sources) > 1 else array
-            row += shape[0] if shape else math.prod(shape)
+            rows = shape[-1] if leaf.transposed else shape[0]
+            part = whole[row : row + rows]
+            yield name, part.T if leaf.transposed else part
+            row += rows

@@ -1,4 +1,4 @@
-"""What every model family promises, on a tiny random model of it; a new family adds its config here."""
+"""What every model family promises, on tiny random models of its own examples."""
 
 from __future__ import annotations
 
@@ -10,21 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.config import DecoderConfig, Family
+from specjax.models.config import Family
 from specjax.models.decoder import DecoderFn
 from specjax.models.registry import FAMILIES
 
-CONFIGS = {
-    "llama": [
-        DecoderConfig(24, 16, 20, 2, 4, 2, 6, 64, qkv_bias=True, out_bias=True, mlp_bias=True),
-        DecoderConfig(24, 16, 20, 1, 2, 2, 8, 64, tied=True),
-    ],
-}
-CASES = [(family, config) for family in FAMILIES for config in CONFIGS.get(family.name, [])]
+CASES = [(family, family.parse(example)) for family in FAMILIES for example in family.examples]
 
 
-def test_every_family_has_a_config_here():
-    assert {family.name for family in FAMILIES} <= set(CONFIGS)
+def test_every_family_gives_an_example():
+    assert {family.name for family, _ in CASES} == {family.name for family in FAMILIES}
 
 
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0].name}{CASES.index(case)}", scope="module")
@@ -45,13 +39,18 @@ def test_the_leaves_are_the_models_parameters(case):
     assert found == {leaf.path: leaf.shape for leaf in family.leaves(fn.config)}
 
 
-def test_sources_add_up_to_the_leaf(case):
+def test_the_leaves_hold_every_row_of_every_tensor_once(case):
     family, fn, _ = case
+    done: dict[str, tuple[int, int]] = {}  # rows that leaves hold so far, and all rows
     for leaf in family.leaves(fn.config):
-        assert len(leaf.sources) == len(leaf.source_shapes)
-        assert sum(shape[0] for shape in leaf.source_shapes) == leaf.shape[0]
-    names = [name for leaf in family.leaves(fn.config) for name in leaf.sources]
-    assert len(names) == len(set(names))
+        rows = [shape[-1] if leaf.transposed else shape[0] for shape in leaf.source_shapes]
+        first, last = leaf.rows or (0, sum(rows))
+        assert last - first == leaf.shape[0]
+        for source, count in zip(leaf.sources, rows, strict=True):
+            held = done.get(source, (0, count))[0]
+            assert held == first if leaf.rows else source not in done
+            done[source] = (last if leaf.rows else count, count)
+    assert all(held == count for held, count in done.values())
 
 
 def test_cached_blocks_give_the_logits_of_one_pass(case):
@@ -85,7 +84,7 @@ def test_less_can_be_asked_for(case):
     none = jax.jit(functools.partial(fn, logits="none"))(params, tokens, fn.init_cache(2, 16))
     assert none.logits is None
     np.testing.assert_allclose(one.logits, np.asarray(whole.logits)[np.arange(2), [3, 1]], atol=1e-5)
-    assert whole.features.shape == (2, 5, 16)
+    assert whole.features.shape == (2, 5, fn.config.width)
     np.testing.assert_allclose(whole.features, one.features, atol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), none.cache, whole.cache)
 
