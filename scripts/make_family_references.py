@@ -173,8 +173,8 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 
 def make_model(name: str):
     """Return a random model of transformers whose logits depend on all its parameters."""
-    import torch
-    import transformers
+    import torch  # type: ignore
+    import transformers  # type: ignore
 
     config_class, fields, _ = FOLDERS[name]
     sizes = dict(SIZES)
@@ -199,7 +199,7 @@ def make_model(name: str):
 
 def references(model) -> dict[str, np.ndarray]:
     """Return prompts, logits, greedy tokens and margins."""
-    import torch
+    import torch  # type: ignore
 
     rng = np.random.default_rng(0)
     found: dict[str, np.ndarray] = {}
