@@ -1,6 +1,7 @@
 """Show that results at one width are the same bits, whatever the draft, gamma, batch, place or capacity.
 
     python scripts/check_width.py --target smollm2-135m --dtype bfloat16 --drafts ngram /tmp/noisy --width 8
+    python scripts/check_width.py --drafts ngram /tmp/noisy --rule coupled --temperature 1
 
 Plain decoding of each prompt, alone, at the smallest capacity, is compared with every other way: ids must be equal and
 log-probabilities equal bit for bit. Exit 1 at the first way that differs, after printing all of them.
@@ -21,7 +22,7 @@ from specjax.checkpoint import cache_folder
 from specjax.engine import Engine, Request
 from specjax.generate import Program, Prompt
 from specjax.pair import Draft, Model, load
-from specjax.sampling import row_key
+from specjax.sampling import SamplingParams, row_key
 from specjax.stats import row_stats
 from specjax.verify import RULES
 
@@ -43,6 +44,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--gamma", type=int, nargs="+", default=None, help="default: 1 to width - 1")
     parser.add_argument("--max-new-tokens", type=int, default=40)
+    parser.add_argument("--rule", default="greedy", choices=["greedy", "coupled"], help="rules with one text per seed")
+    parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
 
@@ -55,11 +58,11 @@ def main() -> None:
     for draft, gamma in ways:
         source = load(args.target, draft, dtype=args.dtype, require_draft=True).draft
         program = Program(
-            target.fn, source.drafter, rule=RULES["greedy"], gamma=gamma, vocab_size=target.vocab_size,
+            target.fn, source.drafter, rule=RULES[args.rule], gamma=gamma, vocab_size=target.vocab_size,
             width=args.width, logprobs=True, check=True,
         )  # fmt: skip
         for order, batch, longest in (((0, 1, 2, 3), 1, 240), ((2, 0, 3, 1), 4, 240), ((3, 1, 0, 2), 4, 1000)):
-            found, rate = decode(program, target, source, prompts, order, batch, longest, args.max_new_tokens)
+            found, rate = decode(program, target, source, prompts, order, batch, longest, args)
             for i, row in found.items():
                 wanted.setdefault(i, row)
             ids = sum(found[i][0] == wanted[i][0] for i in found)
@@ -86,12 +89,16 @@ def decode(
     order: tuple[int, ...],
     batch: int,
     longest: int,
-    new: int,
+    args: argparse.Namespace,
 ) -> tuple[dict[int, tuple[list[int], bytes]], str]:
     """Return each prompt's ids and log-probability bits, and the acceptance rate."""
     params = {"target": target.params, "draft": draft.params}
+    sampling = SamplingParams(temperature=args.temperature)
     engine = Engine(program, params, batch_size=batch, longest=longest)
-    requests = [Request(i, Prompt(prompts[i], len(prompts[i]) + new, target.eos_ids, row_key(0, i))) for i in order]
+    requests = [
+        Request(i, Prompt(prompts[i], len(prompts[i]) + args.max_new_tokens, target.eos_ids, row_key(0, i), sampling))
+        for i in order
+    ]
     found, accepted, drafted = {}, 0, 0
     for result in engine.run(requests):
         assert result.status == 0, f"status {result.status!r}"

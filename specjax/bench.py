@@ -17,9 +17,10 @@ import jax
 from jaxlib import version as jaxlib_version
 
 from specjax import stats
-from specjax.api import Output, as_rows, effective_gamma, generate, prompt_ids
+from specjax.api import Output, generate
 from specjax.errors import UsageError
 from specjax.pair import Model, Pair, no_draft
+from specjax.requests import as_rows, effective_gamma, prompt_ids
 from specjax.rows import BadRow, Row, parse_rows
 
 SCHEMA = 1
@@ -99,9 +100,9 @@ def read_prompts(path: str | Path, target: Model) -> list[BenchPrompt]:
     return [BenchPrompt(row, categories.get(row.line)) for row in _good(parse_rows(b"\n".join(lines), str(path)))]
 
 
-def from_texts(texts: Sequence[str], target: Model) -> list[BenchPrompt]:
-    """Return texts as prompts."""
-    return [BenchPrompt(row) for row in _good(as_rows(list(texts), target))]
+def from_texts(texts: Sequence[str], target: Model, *, raw: bool = False) -> list[BenchPrompt]:
+    """Return texts as prompts; ``raw`` without the chat template."""
+    return [BenchPrompt(row) for row in _good(as_rows(list(texts), target, raw=raw))]
 
 
 def _good(rows: Iterable[Row | BadRow]) -> list[Row]:

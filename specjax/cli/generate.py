@@ -27,8 +27,10 @@ from specjax.rows import read_rows
 
 if TYPE_CHECKING:
     from specjax.api import Output
+    from specjax.pair import Pair
 
 _STREAM_CHUNK = 4  # rounds between two looks while text is shown as it comes
+_COMPARED_RUNS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,8 @@ class Generate(PairOptions):
     """The most tokens of prompt and output together (default: the model's context)."""
     check: bool = False
     """Verify the invariants of speculation while running."""
+    compare: bool = False
+    """Then time the same prompts with and without the draft, in turns, and say how much faster it is."""
 
     def run(self) -> int:
         """Generate; 1 when some rows failed."""
@@ -101,6 +105,8 @@ class Generate(PairOptions):
             (self.raw and self.input is not None, "--raw is for PROMPT; a row says it with prompt."),
             (self.eos and self.ignore_eos, "got both --eos and --ignore-eos; give one of them."),
             (self.require_draft and self.draft == "none", "got both --draft none and --require-draft."),
+            (self.compare and not shown, "--compare is for PROMPT shown as text; specjax bench measures rows."),
+            (self.compare and self.draft == "none", "got --compare and --draft none: nothing to compare."),
             (shown and self.logprobs, "--logprobs is written in rows: add --output FILE (or - )."),
             (shown and self.batch_size not in (None, 1),
              "prompts shown as text run one at a time: add --output FILE (or - ) for --batch-size."),
@@ -115,18 +121,21 @@ class Generate(PairOptions):
         Raises:
             UsageError: a value out of range.
         """
-        from specjax.verify import rule_for
+        from specjax.requests import Options
 
         names = ("gamma", "width", "max_new_tokens", "ignore_eos", "seed", "samples", "logprobs", "cache_length",
                  "raw", "check", "require_draft")  # fmt: skip
         options = {name: getattr(self, name) for name in names}
         options |= {
             "sampling": sampling_for(self.temperature),
-            "rule": rule_for(self.rule),
+            "rule": self.rule,
             "stop": flat("--stop", self.stop),
         }
         options |= {"eos": flat("--eos", self.eos) or None}
-        return options if self.batch_size is None else {**options, "batch_size": self.batch_size}
+        if self.batch_size is not None:
+            options["batch_size"] = self.batch_size
+        Options(**options)  # before anything is loaded
+        return options
 
     def _show(self) -> int:
         """Print texts as they become final, one prompt after another."""
@@ -140,7 +149,29 @@ class Generate(PairOptions):
             pair, list(self.prompts), on_text=screen.text, on_output=screen.end, on_tokens=meter.add, **options
         )
         note(summary(outputs, meter))
-        return 1 if any(out.error for out in outputs) else 0
+        failed = any(out.error for out in outputs)
+        if self.compare and not failed:
+            note(self._comparison(pair, options))
+        return 1 if failed else 0
+
+    def _comparison(self, pair: Pair, options: dict[str, Any]) -> str:
+        """Measure the prompts with and without the draft."""
+        from specjax.bench import bench, from_texts
+        from specjax.requests import effective_gamma
+
+        gamma = effective_gamma(pair, pair.draft, self.gamma)
+        options = {name: value for name, value in options.items() if name not in ("gamma", "chunk")}
+        prompts = from_texts(self.prompts, pair.target, raw=self.raw)
+        (result,) = bench(pair, prompts, gammas=[gamma], repeats=_COMPARED_RUNS, **options)["results"]
+        rates = [result[side]["decode_tokens_per_second"]["median"] for side in ("speculative", "plain")]
+        equality = result["equality"]
+        same = (
+            f", {equality['num_equal']} of {equality['num_compared']} texts equal" if equality["num_compared"] else ""
+        )
+        return (
+            f"{result['decode_ratio']['median']:.2f} times as fast as without the draft "
+            f"({rates[0]:.1f} and {rates[1]:.1f} tokens/s, decoding, medians of {_COMPARED_RUNS}{same})"
+        )
 
     def _write(self, rows: list[Any]) -> int:
         """Write rows as they finish."""

@@ -1,0 +1,240 @@
+"""From what a caller asks to rows the loop can run: options checked, prompts encoded, limits set."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from specjax.errors import RowError, UsageError
+from specjax.generate import MAX_GAMMA, Prompt
+from specjax.pair import Draft, Model, Pair
+from specjax.rows import BadRow, Row, refuse_duplicates
+from specjax.sampling import GREEDY, SamplingParams, row_key
+from specjax.types import Rule
+from specjax.verify import rule_for
+
+DEFAULT_GAMMA = 4
+DEFAULT_MAX_NEW_TOKENS = 128
+DEFAULT_BATCH_SIZE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Settings of one call of ``specjax.generate``.
+
+    Attributes:
+        sampling: how rows sample that say nothing themselves.
+        gamma: drafted tokens per round (default: the pair's, else 4; without a draft always 0).
+        width: rows of every target step, for bit-exact results across drafts, gammas and batches.
+        rule: the name of a rule, or a ``Rule``; whatever it is, rows at temperature 0 are greedy.
+        max_new_tokens: the most tokens to generate per row.
+        eos: ids that end a row instead of the model's.
+        ignore_eos: go on past them.
+        stop: strings that end a row.
+        seed: of the random draws.
+        samples: rows drawn per prompt.
+        logprobs: keep log-probabilities.
+        batch_size: rows at once.
+        cache_length: the most tokens of prompt and output together (default: the model's context).
+        raw: no chat template for texts.
+        check: verify the invariants while running.
+        require_draft: raise when the draft fails.
+        chunk: rounds between two looks at the rows.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    sampling: SamplingParams = GREEDY
+    gamma: int | None = None
+    width: int | None = None
+    rule: str | Rule = "rejection"
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
+    eos: Sequence[int] | None = None
+    ignore_eos: bool = False
+    stop: Sequence[str] = ()
+    seed: int = 0
+    samples: int = 1
+    logprobs: bool = False
+    batch_size: int = DEFAULT_BATCH_SIZE
+    cache_length: int | None = None
+    raw: bool = False
+    check: bool = False
+    require_draft: bool = False
+    chunk: int = 64
+
+    def __post_init__(self):
+        if self.gamma is not None and not 0 <= self.gamma <= MAX_GAMMA:
+            raise UsageError(f"gamma is {self.gamma}; expected 0..{MAX_GAMMA}.")
+        least = {"max_new_tokens": 0, "samples": 1, "batch_size": 1, "chunk": 1, "width": 1, "cache_length": 1}
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise UsageError(f"{name} is {value}; expected at least {lowest}.")
+        if wrong := [stop for stop in self.stop if not stop or "\ufffd" in stop]:
+            raise UsageError(f"stop has {wrong[0]!r}; expected text that is not empty and without U+FFFD.")
+        if self.sampling.temperature > 0 and rule_for(self.rule).greedy:
+            raise UsageError(f"temperature is {self.sampling.temperature}, but rule greedy serves temperature 0 only.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One row and sample, ready for the engine.
+
+    Attributes:
+        index: its place in the results.
+        row, sample: what it is.
+        prompt: what the loop needs.
+        stops: its stop strings.
+    """
+
+    index: int
+    row: Row
+    sample: int
+    prompt: Prompt
+    stops: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """One row and sample that cannot be served, and why."""
+
+    index: int
+    row: Row | BadRow
+    sample: int
+    reason: str
+
+
+def check(pair: Pair, options: Options) -> None:
+    """Refuse what this pair cannot honour.
+
+    Raises:
+        UsageError: it says what.
+    """
+    target = pair.target
+    gamma = effective_gamma(pair, pair.draft, options.gamma)
+    if options.width is not None and options.width < gamma + 1:
+        raise UsageError(f"width is {options.width}; expected more than gamma, {gamma}.")
+    if options.cache_length is not None and options.cache_length > target.max_positions:
+        raise UsageError(
+            f"cache_length is {options.cache_length}; expected 1..{target.max_positions}, the model's context."
+        )
+    if wrong := _outside(options.eos or (), target):
+        raise UsageError(f"eos has {wrong[0]}; expected ids in 0..{target.vocab_size - 1}.")
+
+
+def effective_gamma(pair: Pair, draft: Draft, gamma: int | None) -> int:
+    """Return the draft length in force: the one asked for, the pair's, or 4; 0 without a draft."""
+    if draft.name == "none":
+        return 0
+    return next(value for value in (gamma, pair.gamma, DEFAULT_GAMMA) if value is not None)
+
+
+def default_width(gamma: int, dtype: str) -> int:
+    """Return the rows of a target step: gamma + 1, but two for a lone bfloat16 row, which costs more than two."""
+    return max(gamma + 1, 2 if dtype == "bfloat16" else 1)
+
+
+def as_rows(prompts: Any, target: Model, *, raw: bool = False) -> list[Row | BadRow]:
+    """Return prompts of any accepted form as rows; ids are 1, 2, ... where a prompt has none.
+
+    Raises:
+        UsageError: two rows have one id.
+    """
+    if isinstance(prompts, str | Row | BadRow | dict):
+        prompts = [prompts]
+    chat = target.tokenizer is not None and target.tokenizer.has_template and not raw
+    rows: list[Row | BadRow] = []
+    for number, prompt in enumerate(prompts, 1):
+        if isinstance(prompt, Row | BadRow):
+            rows.append(prompt)
+        elif isinstance(prompt, dict):
+            rows.append(Row.from_dict(prompt, number))
+        elif not isinstance(prompt, str):
+            rows.append(Row(number, number, prompt_ids=tuple(int(i) for i in prompt)))
+        elif chat:
+            rows.append(Row(number, number, messages=[{"role": "user", "content": prompt}]))
+        else:
+            rows.append(Row(number, number, prompt=prompt))
+    refuse_duplicates(rows, "the prompts")
+    return rows
+
+
+def jobs_of(rows: Sequence[Row | BadRow], target: Model, options: Options) -> Iterator[Job | Refused]:
+    """Yield each row and sample, in order: ready, or refused with the reason."""
+    index = 0
+    for row in rows:
+        prompt, stops, reason = None, (), ""
+        try:
+            if isinstance(row, BadRow):
+                raise RowError(row.message)
+            prompt, stops = _prompt(row, target, options), _stops(row, target, options)
+        except RowError as error:
+            reason = str(error)
+        for sample in range(options.samples):
+            if prompt is None or isinstance(row, BadRow):
+                yield Refused(index, row, sample, reason)
+            else:
+                seed = options.seed if row.seed is None else row.seed
+                keyed = dataclasses.replace(prompt, key=row_key(seed, row.id, sample))
+                yield Job(index, row, sample, keyed, stops)
+            index += 1
+
+
+def _prompt(row: Row, target: Model, options: Options) -> Prompt:
+    ids = prompt_ids(row, target)
+    longest = options.cache_length or target.max_positions
+    if len(ids) >= longest:
+        raise RowError(
+            f"The prompt has {len(ids)} tokens, the cache length is {longest}: shorten the prompt"
+            + (" or raise --cache-length." if longest < target.max_positions else ".")
+        )
+    new = options.max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
+    eos = target.eos_ids if options.eos is None else options.eos
+    if row.eos is not None and (wrong := _outside(row.eos, target)):
+        raise RowError(f"eos has {wrong[0]}; expected ids in 0..{target.vocab_size - 1}.")
+    temperature = options.sampling.temperature if row.temperature is None else row.temperature
+    if temperature > 0 and rule_for(options.rule).greedy:
+        raise RowError(f"temperature is {temperature}, but rule greedy serves temperature 0 only.")
+    return Prompt(
+        ids=ids,
+        limit=min(len(ids) + new, longest),
+        eos=() if options.ignore_eos else tuple(dict.fromkeys(eos if row.eos is None else row.eos)),
+        key=row_key(0, row.id),
+        sampling=SamplingParams(temperature=temperature),
+    )
+
+
+def _stops(row: Row, target: Model, options: Options) -> tuple[str, ...]:
+    stops = tuple(options.stop if row.stop is None else row.stop)
+    if stops and target.tokenizer is None:
+        raise RowError("stop strings need a tokenizer, and the model's folder has none.")
+    return stops
+
+
+def prompt_ids(row: Row, target: Model) -> list[int]:
+    """Return a row's prompt as ids.
+
+    Raises:
+        RowError: no tokenizer, an id outside the vocabulary, or nothing to start from.
+    """
+    if row.prompt_ids is not None:
+        ids = list(row.prompt_ids)
+    elif target.tokenizer is None:
+        raise RowError("The model's folder has no tokenizer: give prompt_ids.")
+    elif row.messages is not None:
+        ids = target.tokenizer.encode_chat(row.messages)
+    else:
+        ids = target.tokenizer.encode(row.prompt or "")
+    if not ids and target.bos_id is not None:
+        ids = [target.bos_id]
+    if not ids:
+        raise RowError("The prompt is empty and the model has no BOS to start from: give a prompt.")
+    if wrong := next((i for i in ids if not 0 <= i < target.vocab_size), None):
+        raise RowError(f"prompt_ids has {wrong}; expected ids in 0..{target.vocab_size - 1}.")
+    return ids
+
+
+def _outside(ids: Sequence[int], target: Model) -> list[int]:
+    return [i for i in ids if not 0 <= i < target.vocab_size]
