@@ -24,6 +24,10 @@ def parse(hf: Mapping[str, Any]) -> DecoderConfig:
         normalised=read.flag("norm_topk_prob", False),
     )
     step, dense = read.positive("decoder_sparse_step", 1), read.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(i in range(layers) for i in dense):
+        raise ValueError(
+            f"config.json: mlp_only_layers is {dense!r}; expected a list of layers from 0 to {layers - 1}."
+        )
     read.only("use_sliding_window", False)
     read.window(None)  # without use_sliding_window it says nothing
     read.get("max_window_layers", None)
