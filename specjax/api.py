@@ -192,13 +192,16 @@ class _Call:
         error = None
         if result.finish == Finish.ERROR:
             error = f"The target's logits are not finite at new token {len(ids) + 1}: check its weights and dtype."
+        counted = stats.row_stats(result.place, result.accepted, result.drafted, speculation=speculation, gamma=gamma)
+        if not rule_for(self.options.rule).lossless:
+            counted["lossless"] = False
         return Output(
             id=job.row.id,
             sample=job.sample,
             text=self._text(job, ids, result.finish),
             ids=ids,
             finish_reason="stop" if result.finish == Finish.CANCELLED else result.finish.name.lower(),
-            stats=stats.row_stats(result.place, result.accepted, result.drafted, speculation=speculation, gamma=gamma),
+            stats=counted,
             logprobs=None if result.logprobs is None else [float(x) for x in result.logprobs],
             error=error,
         )
