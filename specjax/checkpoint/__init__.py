@@ -1,7 +1,8 @@
-"""Checkpoints in and out: Hugging Face folders, hub ids, GGUF files, models known by name."""
+"""Checkpoints in and out: Hugging Face folders, Orbax, hub ids, GGUF files, models known by name."""
 
 from __future__ import annotations
 
+from specjax.checkpoint.conversion import convert
 from specjax.checkpoint.files import MissingCheckpoint, cache_folder
 from specjax.checkpoint.hf import Checkpoint, load_folder, save_folder
 from specjax.checkpoint.known import fetch, fetched_folder, names
@@ -11,6 +12,7 @@ __all__ = [
     "Checkpoint",
     "MissingCheckpoint",
     "cache_folder",
+    "convert",
     "fetch",
     "fetched_folder",
     "load_checkpoint",

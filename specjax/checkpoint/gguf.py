@@ -171,11 +171,21 @@ def convert(path: str | Path, *, progress: bool = False) -> Path:
         MissingCheckpoint: the file does not exist.
         CheckpointError: it cannot be read, or holds something that is not honoured.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise MissingCheckpoint(f"{path} does not exist.")
+    path = existing(path)
     final = cache_folder() / "gguf" / f"{path.stem}-{_key(path)}"
     return make_once(final, lambda temp: write_converted(path, temp, progress=progress))
+
+
+def existing(path: str | Path) -> Path:
+    """Return the path of a file that is there.
+
+    Raises:
+        MissingCheckpoint: it is not.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise MissingCheckpoint(f"{path} does not exist.")
+    return path
 
 
 def _key(path: Path) -> str:

@@ -82,14 +82,12 @@ def load_folder(folder: str | Path, *, dtype: str = "float32", name: str | None 
     if not folder.is_dir():
         raise MissingCheckpoint(f"Folder {folder} does not exist. Pass a folder in Hugging Face layout.")
     hf_config, family, config = read_config(folder)
-    eos_ids, bos_id = _special_ids(folder, hf_config)
-    store = tensors.TensorStore(folder)
-    leaves = _as_named(store, family.leaves(config))
-    _check_tensors(store, leaves, config)
+    eos_ids, bos_id = special_ids(folder, hf_config)
+    store, leaves = open_store(folder, family.leaves(config), config)
     params: dict[str, Any] = {}
     for leaf in leaves:
         target = tensors.DTYPES[dtype if len(leaf.shape) > 1 else "float32"]
-        _put(params, leaf.path, _make_array(leaf.shape, target, lambda out, leaf=leaf: _fill(store, leaf, out)))
+        put(params, leaf.path, _make_array(leaf.shape, target, lambda out, leaf=leaf: fill(store, leaf, out)))
     return Checkpoint(name or folder.name, folder, family, config, hf_config, params, eos_ids, bos_id)
 
 
@@ -118,7 +116,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], Family, DecoderConfig]:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def _special_ids(folder: Path, hf_config: Mapping[str, Any]) -> tuple[tuple[int, ...], int | None]:
+def special_ids(folder: Path, hf_config: Mapping[str, Any]) -> tuple[tuple[int, ...], int | None]:
     """Read EOS ids and the BOS id: generation_config.json first, config.json where it says nothing."""
     path = folder / GENERATION_CONFIG
     sources = [(path, read_json(path))] if path.is_file() else []
@@ -140,12 +138,23 @@ def _ids(sources: list[tuple[Path, dict[str, Any]]], key: str) -> tuple[int, ...
     return ()
 
 
-def _as_named(store: tensors.TensorStore, leaves: list[Leaf]) -> list[Leaf]:
-    """Drop the leading part of the names (``model.``, ``transformer.``) where a folder holds the bare decoder."""
+def open_store(folder: Path, leaves: list[Leaf], config: DecoderConfig) -> tuple[tensors.TensorStore, list[Leaf]]:
+    """Open a folder's tensors, checked against its config; the leaves come back under the names it uses.
+
+    Raises:
+        CheckpointError: a tensor is missing, of another shape or dtype, or not accounted for.
+    """
+    store = tensors.TensorStore(folder)
     embedding = _embedding(leaves)
-    prefix = embedding.partition(".")[0] + "."
-    if embedding in store.tensors or embedding.removeprefix(prefix) not in store.tensors:
-        return leaves
+    if embedding not in store.tensors and _embedding(bare := without_prefix(leaves)) in store.tensors:
+        leaves = bare
+    _check_tensors(store, leaves, config)
+    return store, leaves
+
+
+def without_prefix(leaves: list[Leaf]) -> list[Leaf]:
+    """Drop the leading part of the names (``model.``, ``transformer.``), as a folder of the bare decoder has them."""
+    prefix = _embedding(leaves).partition(".")[0] + "."
     return [
         dataclasses.replace(leaf, sources=tuple(name.removeprefix(prefix) for name in leaf.sources)) for leaf in leaves
     ]
@@ -168,7 +177,7 @@ def _check_tensors(store: tensors.TensorStore, leaves: list[Leaf], config: Decod
             warnings.warn(
                 f"{store.folder} has a {_HEAD} unlike its embedding, but its {CONFIG} ties the two: "
                 f"{_HEAD} is not used. Set tie_word_embeddings to false to use it.",
-                stacklevel=4,
+                stacklevel=5,
             )
     if extra:
         more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
@@ -178,7 +187,8 @@ def _check_tensors(store: tensors.TensorStore, leaves: list[Leaf], config: Decod
         )
 
 
-def _fill(store: tensors.TensorStore, leaf: Leaf, out: np.ndarray) -> None:
+def fill(store: tensors.TensorStore, leaf: Leaf, out: np.ndarray) -> None:
+    """Read one leaf into ``out``, of its shape, cast to its dtype."""
     if not leaf.transposed and leaf.rows is None:
         row = 0
         for source, shape in zip(leaf.sources, leaf.source_shapes, strict=True):
@@ -199,7 +209,8 @@ def _make_array(shape: tuple[int, ...], dtype: np.dtype, fill: Callable[[np.ndar
     return jnp.asarray(host)
 
 
-def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    """Put a leaf into a nested dict."""
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = value
@@ -256,7 +267,7 @@ def save_folder(
     shapes = {name: shape for leaf in leaves for name, shape in zip(leaf.sources, leaf.source_shapes, strict=True)}
     with staged(path) as temp:
         write_config(temp, hf_config, dtype)
-        tensors.write_tensors(temp / tensors.SINGLE, shapes, _sources(params, leaves), dtype)
+        tensors.write_tensors(temp / tensors.SINGLE, shapes, sources(params, leaves), dtype)
         if tokenizer_from is not None:
             for name in TOKENIZER_FILES:
                 if (tokenizer_from / name).is_file():
@@ -273,7 +284,7 @@ def write_config(folder: Path, hf_config: Mapping[str, Any], dtype: str) -> None
     write_json(folder / CONFIG, value)
 
 
-def _sources(params: Mapping[str, Any], leaves: list[Leaf]) -> Iterator[tuple[str, np.ndarray]]:
+def sources(params: Mapping[str, Any], leaves: list[Leaf]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the checkpoint's tensors, each made of the leaves that share it, in the order of their first leaf."""
     shared: dict[str, list[Leaf]] = {}
     for leaf in leaves:

@@ -22,7 +22,16 @@ DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 _CODES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_CODE_OF = {name: code for code, name in _CODES.items()}
+# Every dtype that can be copied as it is; a weight has one of the three above.
+RAW: dict[str, np.dtype] = {code: DTYPES[name] for code, name in _CODES.items()} | {
+    "F64": np.dtype(np.float64),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
 _CHUNK_BYTES = 1 << 24
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -109,9 +118,22 @@ class TensorStore:
                 "Quantised weights have to be converted first."
             )
 
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Read one whole tensor as ``dtype``."""
-        out = np.empty(self.tensors[name].shape, dtype)
+    def dtype(self, name: str) -> np.dtype:
+        """Return the dtype a tensor is stored in.
+
+        Raises:
+            CheckpointError: one that cannot be read.
+        """
+        stored = self.tensors[name]
+        if stored.code not in RAW:
+            raise CheckpointError(
+                f"Tensor {name} in {stored.file} has dtype {stored.code}; expected one of {', '.join(RAW)}."
+            )
+        return RAW[stored.code]
+
+    def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
+        """Read one whole tensor as ``dtype``; as it is stored by default."""
+        out = np.empty(self.tensors[name].shape, self.dtype(name) if dtype is None else dtype)
         self.read_into(name, out)
         return out
 
@@ -125,7 +147,7 @@ class TensorStore:
             CheckpointError: the file ends early.
         """
         stored = self.tensors[name]
-        source = DTYPES[_CODES[stored.code]]
+        source = self.dtype(name)
         flat = out.reshape(-1)
         step = _CHUNK_BYTES // source.itemsize
         with open(stored.file, "rb") as file:
@@ -197,22 +219,36 @@ def write_tensors(
         tensors: the same names with their arrays; cast to ``dtype`` when written.
         dtype: "float32", "float16" or "bfloat16".
     """
-    target = DTYPES[dtype]
+    write_as_stored(path, {name: (DTYPES[dtype], shape) for name, shape in shapes.items()}, tensors)
+
+
+def write_as_stored(
+    path: Path, kinds: Mapping[str, tuple[np.dtype, tuple[int, ...]]], tensors: Iterable[tuple[str, np.ndarray]]
+) -> None:
+    """Write a safetensors file whose tensors each have their own dtype.
+
+    Args:
+        path: the file.
+        kinds: dtype and shape of every tensor, in the order of ``tensors``.
+        tensors: the same names with their arrays; cast to their dtype when written.
+    """
+    codes = {dtype: code for code, dtype in RAW.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, shape in shapes.items():
-        end = offset + math.prod(shape) * target.itemsize
-        header[name] = {"dtype": _CODE_OF[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+    for name, (dtype, shape) in kinds.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    expected = iter(shapes.items())
+    expected = iter(kinds.items())
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, array in tensors:
-            if (name, tuple(array.shape)) != next(expected, None):
+            wanted, (dtype, shape) = next(expected, ("", (DTYPES["float32"], ())))
+            if (name, tuple(array.shape)) != (wanted, shape):
                 raise ValueError(f"Tensor {name} {array.shape} came out of the order or shape declared.")
-            _write(file, array, target)
+            _write(file, array, dtype)
     if next(expected, None) is not None:
         raise ValueError("Fewer tensors came than were declared.")
 

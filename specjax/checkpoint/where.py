@@ -7,14 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoint import hf, known
+from specjax.checkpoint import hf, known, orbax_folder
 from specjax.checkpoint.files import MissingCheckpoint
 from specjax.errors import CheckpointError, UsageError
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _HUB_SECONDS = 10
-_ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "orbax.checkpoint", "commit_success.txt")
 
 
 def load_checkpoint(where: str | Path, *, dtype: str = "float32", progress: bool = False) -> hf.Checkpoint:
@@ -33,15 +32,18 @@ def load_checkpoint(where: str | Path, *, dtype: str = "float32", progress: bool
     Example:
         checkpoint = load_checkpoint("smollm2-135m", dtype="bfloat16")
     """
-    return hf.load_folder(resolve(where, progress=progress), dtype=dtype, name=str(where))
+    folder = resolve(where, progress=progress)
+    if orbax_folder.locate(folder) is not None:
+        return orbax_folder.load(folder, dtype=dtype, name=str(where))
+    return hf.load_folder(folder, dtype=dtype, name=str(where))
 
 
 def resolve(where: str | Path, *, progress: bool = False) -> Path:
-    """Return the folder in Hugging Face layout that ``where`` stands for, making it when needed.
+    """Return the folder that ``where`` stands for, in Hugging Face layout or of Orbax, making it when needed.
 
     Args:
-        where: a folder, a ``.gguf`` file, a name in ``configs/models``, or a hub id ``org/name``; what
-            exists on disk comes first.
+        where: a folder, a ``.gguf`` file, a name in ``configs/models``, or a hub id ``org/name``; what exists on
+            disk comes first.
         progress: show downloads and conversions on standard error.
 
     Raises:
@@ -52,14 +54,17 @@ def resolve(where: str | Path, *, progress: bool = False) -> Path:
     text = os.fspath(where)
     path = Path(text).expanduser()
     if text and path.is_dir():
-        _refuse_orbax(path)
+        orbax_folder.locate(path)  # an Orbax folder that cannot be loaded is refused here
         return path
     if text and path.is_file():
         return _file(path, progress)
     if text in known.names():
         return known.fetch(text, progress=progress)
     if isinstance(where, Path) or _looks_like_path(text):
-        raise MissingCheckpoint(f"{text} does not exist. Pass a folder in Hugging Face layout or a .gguf file.")
+        raise MissingCheckpoint(
+            orbax_folder.missing_step(path)
+            or f"{text} does not exist. Pass a folder in Hugging Face layout, an Orbax folder or a .gguf file."
+        )
     if _HUB_ID.fullmatch(text):
         return _hub(text, progress)
     raise UsageError(
@@ -86,18 +91,9 @@ def _file(path: Path, progress: bool) -> Path:
         return convert(path, progress=progress)
     if path.suffix == ".safetensors" or path.name == hf.CONFIG:
         raise CheckpointError(f"{path} is one file of a model. Pass its folder, {path.parent}.")
-    raise CheckpointError(f"{path} is not a model: expected a .gguf file or a folder in Hugging Face layout.")
-
-
-def _refuse_orbax(folder: Path) -> None:
-    if (folder / hf.CONFIG).exists():
-        return
-    found = [mark for mark in _ORBAX_MARKS if (folder / mark).exists() or list(folder.glob(f"*/{mark}"))]
-    if found:
-        raise CheckpointError(
-            f"{folder} is an Orbax checkpoint ({found[0]}), which this version does not read. "
-            "Export it to a folder in Hugging Face layout with specjax.checkpoint.save_folder."
-        )
+    raise CheckpointError(
+        f"{path} is not a model: expected a .gguf file, an Orbax folder or a folder in Hugging Face layout."
+    )
 
 
 def _hub(repo: str, progress: bool) -> Path:

@@ -108,11 +108,11 @@ def test_other_files(name: str) -> None:
 
 
 @pytest.mark.parametrize("mark", ["_CHECKPOINT_METADATA", "manifest.ocdbt", "default/_METADATA"])
-def test_orbax_is_refused(mark: str) -> None:
+def test_an_orbax_checkpoint_without_a_config_is_refused(mark: str) -> None:
     path = Path("ckpt", mark)
     path.parent.mkdir(parents=True)
     path.touch()
-    with pytest.raises(CheckpointError, match=r"Orbax.*Hugging Face layout"):
+    with pytest.raises(CheckpointError, match=r"Orbax checkpoint without a config\.json"):
         resolve("ckpt")
 
 
