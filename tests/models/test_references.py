@@ -124,6 +124,7 @@ TELLING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, changes in TELLING.items() for key in changes])
 def test_the_references_tell(name, key):
     """Each of these settings shows in the references: a reader that dropped it would fail the tests above."""

@@ -103,10 +103,18 @@ DRAFTS = {
     "qwen2-bias": [0.03],
     "qwen3-qknorm": [0.03],
 }
+QUICK = {"mistral-window", "gemma3-dual-rope"}  # compiling is what the others cost
 GAMMA, NEW = 4, 64
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in DRAFTS.items() for kind in kinds])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[] if name in QUICK else pytest.mark.slow, id=f"{name}-{kind}")
+        for name, kinds in DRAFTS.items()
+        for kind in kinds
+    ],
+)
 def test_speculative_greedy_equals_plain_past_the_window(name, kind):
     """Case 20: window 16, prompts of 1 to 90 tokens, 64 new ones with rejections; one width, so equal to the bit."""
     target = t.tiny(name)
