@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import keys_of
 
 from specjax.draft import ngram_drafter
 from specjax.types import DraftView, RowSampling
@@ -44,7 +45,7 @@ def look_up(rows: list[list[int]], min_n: int = 1, max_n: int = 3, gamma: int = 
         tokens=jnp.asarray(tokens),
         num_tokens=jnp.asarray([len(ids) for ids in rows], jnp.int32),
         sampling=RowSampling(jnp.zeros(BATCH)),
-        key=jnp.zeros((BATCH, 2), jnp.uint32),
+        keys=keys_of(jnp.zeros((BATCH, 2), jnp.uint32), GAMMA),
     )
     proposal = compiled(min_n, max_n, gamma)(view)
     assert proposal.probs is None

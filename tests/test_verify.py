@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.special import chdtrc
+from toys import keys_of
 
 from specjax import reference
 from specjax import sampling as s
 from specjax.errors import UsageError
 from specjax.types import Proposal, Purpose, RowSampling, Rule
-from specjax.verify import RULES, greedy, rejection, rule_for
+from specjax.verify import RULES, block, greedy, rejection, rule_for
 
 
 def keys(count: int, seed: int = 0) -> jax.Array:
@@ -71,7 +72,7 @@ def test_every_decision_is_that_of_the_reference(kind, seed):
     key = keys(batch, seed)
     num_drafted = np.random.default_rng(seed).integers(0, gamma + 1, size=batch)
     given = proposal(tokens, q, num_drafted)
-    verdict = jax.jit(rejection.verify)(jnp.asarray(logits), given, hot(batch, 0.9), key)
+    verdict = jax.jit(rejection.verify)(jnp.asarray(logits), given, hot(batch, 0.9), keys_of(key, gamma))
 
     p = np.asarray(s.distribution(jnp.asarray(logits), hot(batch, 0.9)).probs)
     uniforms = np.asarray(s.uniforms(s.purpose_key(key, Purpose.ACCEPT), gamma))
@@ -102,22 +103,23 @@ def check_zero_probability(verify, monkeypatch) -> None:
     set_uniforms(monkeypatch, 0.0)
     p = [[0.0, 0.25, 0.75]] * 2
     for q in ([[0.9, 0.05, 0.05]], [[0.0, 0.5, 0.5]], None):
-        verdict = verify(log([p]), proposal([[0]], None if q is None else [q]), hot(1), keys(1))
+        verdict = verify(log([p]), proposal([[0]], None if q is None else [q]), hot(1), keys_of(keys(1), 1))
         assert int(verdict.num_accepted[0]) == 0
         assert int(verdict.next_token[0]) in (1, 2)
 
 
-def test_a_token_of_probability_zero_is_never_accepted(monkeypatch):
-    check_zero_probability(rejection.verify, monkeypatch)
+@pytest.mark.parametrize("rule", [rejection, block], ids=["rejection", "block"])
+def test_a_token_of_probability_zero_is_never_accepted(rule, monkeypatch):
+    check_zero_probability(rule.verify, monkeypatch)
 
 
 def test_the_check_of_probability_zero_sees_a_rule_that_accepts_equality(monkeypatch):
-    def mutant(logits, given, sampling, key):
+    def mutant(logits, given, sampling, keys):
         p = s.distribution(logits, sampling).probs[:, :-1]
         drafted = given.tokens[..., None]
         q = jnp.ones(drafted.shape) if given.probs is None else jnp.take_along_axis(given.probs, drafted, -1)
-        hits = s.uniforms(key, drafted.shape[1])[..., None] * q <= jnp.take_along_axis(p, drafted, -1)
-        verdict = rejection.verify(logits, given, sampling, key)
+        hits = s.uniforms(keys.round, drafted.shape[1])[..., None] * q <= jnp.take_along_axis(p, drafted, -1)
+        verdict = rejection.verify(logits, given, sampling, keys)
         return verdict.replace(num_accepted=greedy.leading(hits[..., 0], given.num_drafted))
 
     with pytest.raises(AssertionError):
@@ -131,7 +133,10 @@ def test_a_residual_that_rounds_to_nothing_falls_back_to_p(monkeypatch):
     half = np.float32(0.5)
     q = np.asarray([[np.nextafter(half, np.float32(1)), half]], np.float32)
     verdict = rejection.verify(
-        log([[[0.5, 0.5], [0.5, 0.5]]] * batch), proposal([[0]] * batch, [q] * batch), hot(batch), keys(batch)
+        log([[[0.5, 0.5], [0.5, 0.5]]] * batch),
+        proposal([[0]] * batch, [q] * batch),
+        hot(batch),
+        keys_of(keys(batch), 1),
     )
     assert not np.any(verdict.num_accepted)
     assert 900 < int(np.sum(verdict.next_token)) < 1100  # 4.5 deviations; the fallback is p, not one token
@@ -148,7 +153,7 @@ def test_rejected_draws_follow_the_normalised_difference():
         jnp.broadcast_to(log([p, p]), (n, 2, 5)),
         proposal(drafted, np.broadcast_to(q, (n, 1, 5))),
         hot(n),
-        keys(n),
+        keys_of(keys(n), 1),
     )
     accepted = np.asarray(verdict.num_accepted) == 1
     alpha = np.minimum(p, q).sum()
@@ -168,7 +173,7 @@ def test_rejected_draws_follow_the_normalised_difference():
 def test_a_cold_target_overrules_a_likely_draft(rule, p, draft, best):
     """Case 27: p(a) = .3, p(b) = .5 and a draft a: b."""
     q = None if rule.greedy else [[[0.2, 0.4, 0.4]]]
-    verdict = rule.verify(log([[p, p]]), proposal([[draft]], q), hot(1, 0.0), keys(1))
+    verdict = rule.verify(log([[p, p]]), proposal([[draft]], q), hot(1, 0.0), keys_of(keys(1), 1))
     assert (int(verdict.num_accepted[0]), int(verdict.next_token[0])) == (0, best)
 
 
@@ -181,5 +186,5 @@ def test_rules_are_found_by_name_or_passed_on():
     assert rule_for("rejection") is rejection.RULE
     mine = Rule("mine", rejection.verify)
     assert rule_for(mine) is mine
-    with pytest.raises(UsageError, match="'typo'; known: greedy, rejection"):
+    with pytest.raises(UsageError, match="'typo'; known: greedy, rejection, block, coupled"):
         rule_for("typo")

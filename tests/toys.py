@@ -16,8 +16,8 @@ from specjax import cache as kv
 from specjax.draft import model_drafter
 from specjax.generate import capacity_for, make_decoder
 from specjax.generate import start as start_rows
-from specjax.sampling import SamplingParams, row_key, stack
-from specjax.types import Cache, Drafter, Finish, ModelOutput, RoundState, Rule
+from specjax.sampling import SamplingParams, fold, purpose_key, row_key, stack
+from specjax.types import Cache, Drafter, Finish, ModelOutput, Purpose, RoundKeys, RoundState, Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +98,12 @@ def argmax_drafter(vocab: int) -> Drafter:
         return drafter.propose(params, state, view, gamma, True)
 
     return drafter._replace(propose=propose)
+
+
+def keys_of(keys: jax.Array, gamma: int) -> RoundKeys:
+    """Return one round's keys from a key [B, 2] of each row."""
+    base = purpose_key(keys, Purpose.DRAFT)
+    return RoundKeys(round=keys, place=jnp.stack([fold(base, i) for i in range(gamma + 1)], axis=1))
 
 
 @dataclasses.dataclass(frozen=True)

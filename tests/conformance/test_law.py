@@ -34,7 +34,7 @@ def test_a_draft_that_knows_nothing_changes_no_law(rule):
     """Case 9 and the like: a draft unrelated to the target, sharp, so that its mistakes are confident."""
     drafter, params = make_source("model", toys.table(toys.LAW_VOCAB, seed=5, sharpness=2.0), noise=0.0)
     result = toys.law_test(rule, drafter, params)
-    assert 0.2 < result.acceptance < 0.5
+    assert 0.1 < result.acceptance < 0.5
     assert result.p_value > FALSE_ALARM
 
 

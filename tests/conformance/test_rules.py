@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toys
 
 from specjax.sampling import row_key
 from specjax.types import Proposal, RowSampling
@@ -32,7 +33,7 @@ def block(rule, seed: int, *, deterministic: bool = False, zeros: bool = True):
         num_drafted=jnp.asarray(rng.integers(0, GAMMA + 1, size=BATCH), jnp.int32),
         finite=jnp.ones(BATCH, jnp.bool_),
     )
-    keys = jnp.asarray(np.stack([row_key(seed, i) for i in range(BATCH)]))
+    keys = toys.keys_of(jnp.asarray(np.stack([row_key(seed, i) for i in range(BATCH)])), GAMMA)
     return jnp.asarray(logits), proposal, RowSampling(jnp.asarray(temperature, jnp.float32)), keys
 
 
@@ -75,7 +76,8 @@ def test_a_row_does_not_depend_on_its_mates(rule):
     logits, proposal, sampling, keys = block(rule, 0)
     whole = verify(rule)(logits, proposal, sampling, keys)
     order = np.random.default_rng(1).permutation(BATCH)[: BATCH // 2]
-    some = verify(rule)(logits[order], part(proposal, order), RowSampling(sampling.temperature[order]), keys[order])
+    some_keys = jax.tree.map(lambda leaf: leaf[order], keys)
+    some = verify(rule)(logits[order], part(proposal, order), RowSampling(sampling.temperature[order]), some_keys)
     np.testing.assert_array_equal(some.num_accepted, whole.num_accepted[order])
     np.testing.assert_array_equal(some.next_token, whole.next_token[order])
 
@@ -90,7 +92,7 @@ def test_a_row_without_drafts_decides_as_plain_decoding_does(rule):
         num_drafted=jnp.zeros(BATCH, jnp.int32),
         finite=proposal.finite,
     )
-    plain = verify(rule)(logits[:, :1], empty, sampling, keys)
+    plain = verify(rule)(logits[:, :1], empty, sampling, keys.replace(place=keys.place[:, :1]))
     np.testing.assert_array_equal(off.num_accepted, 0)
     np.testing.assert_array_equal(off.next_token, plain.next_token)
 
