@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,78 +13,12 @@ import numpy as np
 
 from specjax.checkpoint import gguf_tokenizer, hf, tensors
 from specjax.checkpoint.files import MissingCheckpoint, cache_folder, make_once
+from specjax.checkpoint.gguf_architectures import ARCHITECTURES, decimal
 from specjax.errors import CheckpointError
 
 # Part of the cache key: raise it when the conversion changes.
-_VERSION = 1
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LLAMA_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_LLAMA_KEYS = frozenset(
-    """
-    block_count context_length embedding_length feed_forward_length attention.head_count attention.head_count_kv
-    attention.layer_norm_rms_epsilon attention.key_length attention.value_length rope.freq_base
-    rope.dimension_count vocab_size expert_count expert_used_count
-    rope.scaling.type rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned
-    """.split()
-)
+_VERSION = 2
 _ROPE_FREQS = "rope_freqs.weight"
-
-
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """One GGUF architecture: how its names and values differ from Hugging Face's.
-
-    Attributes:
-        model_type: ``model_type`` and class of the Hugging Face config.
-        keys: metadata under ``<architecture>.`` that is understood; anything else is refused.
-        top: tensors outside the blocks, without their suffix.
-        block: tensors of a block.
-        permuted: tensors of a block whose head rows are interleaved for rotary embedding, with the config key
-            that counts their heads.
-        norm_offset: what GGUF norm scales have on top of Hugging Face's.
-        config: metadata to the config keys that this architecture has beyond the common ones.
-    """
-
-    model_type: str
-    class_name: str
-    keys: frozenset[str]
-    top: dict[str, str]
-    block: dict[str, str]
-    permuted: dict[str, str] = dataclasses.field(default_factory=dict)
-    norm_offset: float = 0.0
-    config: Callable[[GGUF], dict[str, Any]] = lambda file: {}
-
-
-def _llama_config(file: GGUF) -> dict[str, Any]:
-    biases = {name.split(".")[2] for name in file.shapes if name.startswith("blk.0.") and name.endswith(".bias")}
-    attention, mlp = {"attn_q", "attn_k", "attn_v", "attn_output"}, {"ffn_gate", "ffn_up", "ffn_down"}
-    for group in (attention, mlp):
-        if 0 < len(biases & group) < len(group):
-            raise CheckpointError(f"{file.path}: biases on {', '.join(sorted(biases & group))} alone are not honoured.")
-    return {"attention_bias": attention <= biases, "mlp_bias": mlp <= biases}
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(
-        model_type="llama",
-        class_name="LlamaForCausalLM",
-        keys=_LLAMA_KEYS,
-        top=_TOP,
-        block=_LLAMA_BLOCK,
-        permuted={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"},
-        config=_llama_config,
-    ),
-}
 
 
 class GGUF:
@@ -293,22 +226,17 @@ def hf_config(file: GGUF) -> dict[str, Any]:
         "num_key_value_heads": file.opt("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": file.need("context_length"),
-        "rms_norm_eps": _decimal(file.need("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _decimal(file.opt("rope.freq_base", 10000.0)),
+        "rms_norm_eps": decimal(file.need("attention.layer_norm_rms_epsilon")),
+        "rope_theta": decimal(file.opt("rope.freq_base", file.architecture.rope_theta)),
         "tie_word_embeddings": "output.weight" not in file.shapes,
-        **file.architecture.config(file),
     }
     for key in ("bos", "eos"):
         if (value := file.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             config[f"{key}_token_id"] = int(value)
     if (scaling := _rope_scaling(file, head_dim, config["rope_theta"])) is not None:
         config["rope_scaling"] = scaling
+    file.architecture.finish(file, config)
     return config
-
-
-def _decimal(value: float) -> float:
-    """Take a float32 for the decimal that was written: 9.999999747378752e-06 is 1e-05."""
-    return float(str(np.float32(value)))
 
 
 def _rope_scaling(file: GGUF, head_dim: int, theta: float) -> dict[str, Any] | None:
@@ -321,7 +249,7 @@ def _rope_scaling(file: GGUF, head_dim: int, theta: float) -> dict[str, Any] | N
         return None
     if kind not in ("linear", "yarn"):
         raise CheckpointError(f"{file.path}: rope scaling {kind!r} is not honoured; known: none, linear, yarn.")
-    scaling = {"rope_type": kind, "factor": _decimal(file.need("rope.scaling.factor"))}
+    scaling = {"rope_type": kind, "factor": decimal(file.need("rope.scaling.factor"))}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = file.need("rope.scaling.original_context_length")
     return scaling

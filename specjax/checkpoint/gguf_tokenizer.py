@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from specjax.checkpoint import gguf_sentencepiece
 from specjax.checkpoint.files import write_json
 from specjax.errors import CheckpointError
 
@@ -85,11 +86,34 @@ def write_tokenizer(folder: Path, get: Callable[[str], Any], source: Path) -> No
     write_json(folder / "generation_config.json", generation)
     if model in (None, "none", "no_vocab"):
         return
-    if model != "gpt2":
+    if model not in ("gpt2", "llama"):
         raise CheckpointError(
-            f"{source}: tokenizer model {model!r} is not supported from GGUF; supported: gpt2 (byte-level BPE). "
-            "Use the model's folder in Hugging Face layout instead."
+            f"{source}: tokenizer model {model!r} is not supported from GGUF; supported: gpt2 (byte-level BPE) and "
+            "llama (SentencePiece BPE). Use the model's folder in Hugging Face layout instead."
         )
+    tokens, types = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.token_type")
+    if not tokens or (types is not None and len(types) != len(tokens)):
+        raise CheckpointError(f"{source}: the tokenizer's tokens or token types are missing or do not match.")
+    types = types or [_NORMAL] * len(tokens)
+    if model == "llama":
+        kinds = {
+            "normal": _ids(types, _NORMAL),
+            "added": _ids(types, _UNKNOWN, _CONTROL, _USER_DEFINED),
+            "special": _ids(types, _UNKNOWN, _CONTROL),
+            "unused": _ids(types, _UNUSED),
+        }
+        post = _post_processor(tokens, True, get)
+        gguf_sentencepiece.build(tokens, kinds, get, source, post).save(str(folder / "tokenizer.json"))
+    else:
+        _byte_level(tokens, types, get, source).save(str(folder / "tokenizer.json"))
+    _write_config(folder, tokens, get)
+
+
+def _ids(types: list[int], *wanted: int) -> set[int]:
+    return {i for i, kind in enumerate(types) if kind in wanted}
+
+
+def _byte_level(tokens: list[str], types: list[int], get: Callable[[str], Any], source: Path) -> Any:
     name = get("tokenizer.ggml.pre")
     pre = PRE_TOKENIZERS.get(name)
     if pre is None:
@@ -97,17 +121,9 @@ def write_tokenizer(folder: Path, get: Callable[[str], Any], source: Path) -> No
             f"{source}: pre-tokenizer {name!r} is not supported; known: {', '.join(PRE_TOKENIZERS)}. "
             "Use the model's folder in Hugging Face layout instead."
         )
-    tokens, types, merges = (get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges"))
-    if not tokens or merges is None or (types is not None and len(types) != len(tokens)):
-        raise CheckpointError(f"{source}: the tokenizer's tokens, token types or merges are missing or do not match.")
-    types = types or [_NORMAL] * len(tokens)
-    _build(tokens, types, merges, pre, get, source).save(str(folder / "tokenizer.json"))
-    _write_config(folder, tokens, get)
-
-
-def _build(
-    tokens: list[str], types: list[int], merges: list[str], pre: PreTokenizer, get: Callable[[str], Any], source: Path
-) -> Any:
+    merges = get("tokenizer.ggml.merges")
+    if merges is None:
+        raise CheckpointError(f"{source}: the tokenizer's merges are missing.")
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     # Unused entries pad the embedding; they are no part of the vocabulary.
@@ -128,7 +144,9 @@ def _build(
     stages.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(stages)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = _post_processor(processors, tokens, pre, get)
+    byte_level = processors.ByteLevel(trim_offsets=False)
+    ends = _post_processor(tokens, pre.add_bos, get)
+    tokenizer.post_processor = byte_level if ends is None else processors.Sequence([byte_level, ends])
     tokenizer.add_tokens(
         [
             AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
@@ -145,28 +163,28 @@ def _split_merge(merge: str) -> tuple[str, str]:
     return left + head, tail
 
 
-def _post_processor(processors: Any, tokens: list[str], pre: PreTokenizer, get: Callable[[str], Any]) -> Any:
-    """Put BOS first and EOS last where the metadata asks for them."""
-    byte_level = processors.ByteLevel(trim_offsets=False)
+def _post_processor(tokens: list[str], default_bos: bool, get: Callable[[str], Any]) -> Any:
+    """Return what puts BOS first and EOS last where the metadata asks for them; None where it does not."""
+    from tokenizers import processors
+
     ends: dict[str, int] = {}
     template = ["$A"]
     add_bos = get("tokenizer.ggml.add_bos_token")
     bos, eos = get("tokenizer.ggml.bos_token_id"), get("tokenizer.ggml.eos_token_id")
-    if (pre.add_bos if add_bos is None else add_bos) and bos is not None:
+    if (default_bos if add_bos is None else add_bos) and bos is not None:
         template.insert(0, "$BOS")
         ends["$BOS"] = int(bos)
     if get("tokenizer.ggml.add_eos_token") and eos is not None:
         template.append("$EOS")
         ends["$EOS"] = int(eos)
     if not ends:
-        return byte_level
+        return None
     names = {mark: tokens[i] for mark, i in ends.items()}
     single = [names.get(part, part) for part in template]
     pair = [*single, *(names[p] + ":1" if p in names else "$B:1" for p in template)]
-    template_processor = processors.TemplateProcessing(
+    return processors.TemplateProcessing(
         single=single, pair=pair, special_tokens=[(names[mark], i) for mark, i in ends.items()]
     )
-    return processors.Sequence([byte_level, template_processor])
 
 
 def _write_config(folder: Path, tokens: list[str], get: Callable[[str], Any]) -> None:

@@ -178,7 +178,7 @@ def test_without_a_tokenizer(cache, file) -> None:
     [
         ({"tokenizer__ggml__pre": "default"}, ["pre-tokenizer 'default'", *PRE_TOKENIZERS]),
         ({"drop": ("tokenizer.ggml.pre",)}, ["pre-tokenizer None"]),
-        ({"tokenizer__ggml__model": "llama"}, ["tokenizer model 'llama'", "gpt2"]),
+        ({"tokenizer__ggml__model": "t5"}, ["tokenizer model 't5'", "gpt2", "llama"]),
         ({"tokenizer__ggml__merges": ["q zz"]}, ["merges do not fit"]),
         ({"drop": ("tokenizer.ggml.merges",)}, ["merges are missing"]),
         ({"arch": "mamba"}, ["architecture 'mamba'", "llama"]),

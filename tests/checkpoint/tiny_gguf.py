@@ -21,6 +21,13 @@ BLOCK = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+SANDWICH = BLOCK | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 SPECIAL = {"<|start|>": 3, "<|end|>": 3, "<|tool|>": 4}  # text: token type
 TEMPLATE = "{% for m in messages %}<|start|>{{ m.content }}<|end|>\n{% endfor %}"
@@ -53,13 +60,14 @@ def permute(values: np.ndarray, heads: int) -> np.ndarray:
     return out
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, arch: str = "llama") -> str:
     """Translate a Hugging Face tensor name."""
     stem, suffix = name.rsplit(".", 1)
     if stem in TOP:
         return f"{TOP[stem]}.{suffix}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{BLOCK[part]}.{suffix}"
+    names = SANDWICH if arch.startswith("gemma") else {**SANDWICH, **BLOCK}
+    return f"blk.{layer}.{names[part]}.{suffix}"
 
 
 def write(
@@ -85,6 +93,7 @@ def write(
     """
     config = json.loads((source / "config.json").read_text())
     tokens, types = vocabulary(config["vocab_size"])
+    rope = config["rope_parameters"]
     metadata: dict[str, Any] = {
         f"{arch}.block_count": config["num_hidden_layers"],
         f"{arch}.context_length": config["max_position_embeddings"],
@@ -93,8 +102,8 @@ def write(
         f"{arch}.attention.head_count": config["num_attention_heads"],
         f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
         f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        f"{arch}.rope.freq_base": config["rope_parameters"]["rope_theta"],
-        f"{arch}.rope.dimension_count": config["head_dim"],
+        f"{arch}.rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
+        f"{arch}.rope.dimension_count": config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,
@@ -107,19 +116,22 @@ def write(
     metadata.update({key.replace("__", "."): value for key, value in changes.items()})
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
-        if key in drop:
+        if key in drop or value is None:
             continue
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add.get(type(value), writer.add_array)(key, value)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, values in load_file(source / "model.safetensors").items():
         part = name.split(".")[-2]
-        values = permute(values, heads[part]) if part in heads else values
+        if arch == "llama" and part in heads:
+            values = permute(values, heads[part])
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + np.float32(1)
         kind = (quantise or {}).get(name)
         if kind is None:
-            writer.add_tensor(gguf_name(name), values)
+            writer.add_tensor(gguf_name(name, arch), values)
         else:
-            writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(gguf_name(name, arch), gguf.quants.quantize(values, kind), raw_dtype=kind)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
