@@ -133,7 +133,7 @@ def run_batch(
     gamma: int,
     max_new: int | list[int],
     vocab: int,
-    eos: int | None = None,
+    eos: int | list[int] | None = None,
     temperature: float | list[float] = 1.0,
     seed: int = 0,
     width: int | None = None,
@@ -155,7 +155,7 @@ def run_batch(
     rows = {
         "num_tokens": np.asarray([len(p) for p in prompts], np.int32),
         "limit": np.asarray([len(p) + n for p, n in zip(prompts, limits, strict=True)], np.int32),
-        "eos": np.full((count, 1), -1 if eos is None else eos, np.int32),
+        "eos": np.broadcast_to(np.asarray(-1 if eos is None else eos, np.int32).reshape(-1, 1), (count, 1)),
         "key": keys(jnp.arange(count, dtype=jnp.uint32)),
         "sampling": stack([SamplingParams(temperature=t) for t in temperatures]),
     }
@@ -225,6 +225,18 @@ def chi_square(groups: Iterable[tuple[list[tuple[int, ...]], dict[tuple[int, ...
         degrees += len(observed) - 1
         cells += len(observed)
     return float(chdtrc(degrees, statistic)), cells
+
+
+def always_accepted(run: Run, gamma: int, count: int) -> bool:
+    """Say whether every row has ``count`` tokens, all of them in whole rounds of gamma accepted drafts and a bonus."""
+    rounds = np.arange(count) % (gamma + 1)
+    rows = range(len(run.outputs))
+    spans = [slice(run.state.prompt_length[row], run.state.num_tokens[row]) for row in rows]
+    return all(
+        np.array_equal(run.state.place[row, span], rounds)
+        and np.array_equal(run.state.accepted[row, span], rounds < gamma)
+        for row, span in zip(rows, spans, strict=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
