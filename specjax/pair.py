@@ -11,6 +11,7 @@ import jax
 import msgspec
 
 from specjax import draft as sources
+from specjax import fit
 from specjax.checkpoint import Checkpoint, MissingCheckpoint, load_checkpoint
 from specjax.errors import CheckpointError, SpecjaxError, UsageError
 from specjax.models.decoder import DecoderFn
@@ -24,6 +25,10 @@ SPECULATION_ON = "on"
 
 class DraftWarning(UserWarning):
     """The draft cannot be used and decoding goes on without it."""
+
+
+class PairWarning(UserWarning):
+    """Target and draft fit, but something works less well than it could."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +119,9 @@ def load(
     Example:
         pair = specjax.load(target="smollm2-135m", draft="ngram", dtype="float32")
     """
-    if target is not None and pair is not None:
-        raise UsageError("Got both a target and a pair; give one of them.")
-    gamma = None
-    if target is None:
-        named = read_pair(pair or DEFAULT_PAIR)
-        target, draft, gamma = named.target, draft or named.draft, named.gamma
-    model = load_model(target, dtype=dtype, progress=progress)
-    return Pair(model, _load_draft(draft or "ngram", model, dtype, require_draft, progress), gamma)
+    names = names_of(target, draft, pair)
+    model = load_model(names.target, dtype=dtype, progress=progress)
+    return Pair(model, _load_draft(names.draft, model, dtype, require_draft, progress), names.gamma)
 
 
 class PairConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -130,6 +130,25 @@ class PairConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     target: str
     draft: str = "ngram"
     gamma: int | None = None
+
+
+def names_of(target: str | Path | None, draft: str | Path | None, pair: str | Path | None) -> PairConfig:
+    """Return where target and draft are, from what a caller gave of target, draft and pair.
+
+    Raises:
+        UsageError: both a target and a pair, or an unknown pair.
+    """
+    if target is not None and pair is not None:
+        raise UsageError("Got both a target and a pair; give one of them.")
+    if target is not None:
+        return PairConfig(str(target), str(draft or "ngram"))
+    named = read_pair(pair or DEFAULT_PAIR)
+    return named if draft is None else msgspec.structs.replace(named, draft=str(draft))
+
+
+def sources_without_model() -> tuple[str, ...]:
+    """Return the drafts that need no model of their own."""
+    return ("ngram", "none")
 
 
 def pair_names() -> list[str]:
@@ -183,11 +202,7 @@ def model_of(checkpoint: Checkpoint, tokenizer: Tokenizer | None, dtype: str) ->
         CheckpointError: the tokenizer has ids that the model has no embedding for.
     """
     rows = checkpoint.config.vocab_size
-    if tokenizer is not None and tokenizer.vocab_size > rows:
-        raise CheckpointError(
-            f"{checkpoint.name}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding {rows} rows; "
-            "the two do not belong together."
-        )
+    fit.refuse_too_many_ids(checkpoint.name, tokenizer, rows)
     # bfloat16 buffers are rewritten whole at each step by the CPU backend of jax < 0.11.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else dtype
     return Model(
@@ -222,20 +237,30 @@ def draft_of(model: Model, target: Model) -> Draft:
     Raises:
         UsageError: the two do not fit: other tokenizers, or (where there is none to compare) other sizes.
     """
-    ours, theirs = target.tokenizer, model.tokenizer
-    if ours is not None and theirs is not None and (found := ours.differences(theirs)):
-        raise UsageError(
-            f"The tokenizers of target {target.name} and draft {model.name} differ ({'; '.join(found)}): "
-            "a draft must share its target's tokenizer."
-        )
-    rows = model.fn.config.vocab_size if isinstance(model.fn, DecoderFn) else model.vocab_size
-    fits = rows >= target.vocab_size if ours is not None else rows == target.vocab_size
-    if not fits:
-        raise UsageError(
-            f"Draft {model.name} has {rows} ids, target {target.name} uses {target.vocab_size}: "
-            "a draft must share its target's vocabulary."
-        )
-    return Draft(model.name, sources.model_drafter(model.fn, target.vocab_size), model.params)
+    found = fit.compare(side_of(target), side_of(model))
+    if found.errors:
+        raise UsageError(" ".join(found.errors))
+    for message in found.warnings:
+        warnings.warn(message, PairWarning, stacklevel=2)
+    context = model.max_positions if model.max_positions < target.max_positions else None
+    return Draft(model.name, sources.model_drafter(model.fn, target.vocab_size, context), model.params)
+
+
+def side_of(model: Model) -> fit.Side:
+    """Return what is compared of a loaded model."""
+    config = model.fn.config if isinstance(model.fn, DecoderFn) else None
+    return fit.Side(
+        name=model.name,
+        tokenizer=model.tokenizer,
+        rows=model.vocab_size if config is None else config.vocab_size,
+        vocab_size=model.vocab_size,
+        max_positions=model.max_positions,
+        eos_ids=model.eos_ids,
+        bos_id=model.bos_id,
+        dtype=model.dtype,
+        num_params=sum(int(leaf.size) for leaf in jax.tree.leaves(model.params)),
+        config=config,
+    )
 
 
 def unusable(where: object, reason: str, require: bool) -> Draft:

@@ -97,9 +97,13 @@ def _draft(
     num_tokens = jnp.maximum(state.num_tokens, 1)
     view = DraftView(tokens=state.tokens, num_tokens=num_tokens, sampling=state.sampling, keys=keys)
     proposal, draft_state = drafter.propose(params["draft"], state.draft, view, gamma, greedy)
-    finite = proposal.finite | ~state.draft_on
+    on = state.draft_on
+    if drafter.max_positions is not None:
+        # Past its own context a draft is not asked; what it computes there counts for nothing.
+        on = on & (num_tokens + gamma <= drafter.max_positions)
+    finite = proposal.finite | ~on
     return (
-        replace(proposal, num_drafted=jnp.where(state.draft_on & finite, proposal.num_drafted, 0), finite=finite),
+        replace(proposal, num_drafted=jnp.where(on & finite, proposal.num_drafted, 0), finite=finite),
         draft_state,
     )
 

@@ -50,6 +50,15 @@ class Tokenizer:
         """Whether ``encode_chat`` can be used."""
         return self._template is not None
 
+    @property
+    def template(self) -> str | None:
+        """The chat template's text."""
+        return self._template
+
+    def named(self, name: str) -> str | None:
+        """Return the text of a named special token, as "eos_token"; None where the config names none."""
+        return self._names.get(name)
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of raw text, with the tokenizer's own special tokens.
 

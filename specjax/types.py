@@ -199,12 +199,15 @@ class Drafter(NamedTuple):
             values; under ``greedy`` every row has temperature 0 and ``probs`` is None.
         rollback: ``(state, num_tokens [B]) -> state``: only that many tokens are committed now.
         length: ``state -> [B]`` or None: the valid length of the draft's cache, for ``check=True``.
+        max_positions: its context length where that is shorter than the target's, else None: a row goes on without
+            speculation where a round's drafts would pass it.
     """
 
     init: Callable[[Params, jax.Array, jax.Array, int], Any]
     propose: Callable[[Params, Any, DraftView, int, bool], tuple[Proposal, Any]]
     rollback: Callable[[Any, jax.Array], Any]
     length: Callable[[Any], jax.Array | None] = lambda state: None
+    max_positions: int | None = None
 
 
 class Rule(NamedTuple):

@@ -6,15 +6,17 @@ from specjax.checkpoint.conversion import convert
 from specjax.checkpoint.files import MissingCheckpoint, cache_folder
 from specjax.checkpoint.hf import Checkpoint, load_folder, save_folder
 from specjax.checkpoint.known import fetch, fetched_folder, names
-from specjax.checkpoint.where import load_checkpoint, resolve
+from specjax.checkpoint.where import Header, inspect_checkpoint, load_checkpoint, resolve
 
 __all__ = [
     "Checkpoint",
+    "Header",
     "MissingCheckpoint",
     "cache_folder",
     "convert",
     "fetch",
     "fetched_folder",
+    "inspect_checkpoint",
     "load_checkpoint",
     "load_folder",
     "names",

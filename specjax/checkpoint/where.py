@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specjax.checkpoint import hf, known, orbax_folder
 from specjax.checkpoint.files import MissingCheckpoint
 from specjax.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from specjax.models.config import DecoderConfig, Family
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
@@ -36,6 +41,54 @@ def load_checkpoint(where: str | Path, *, dtype: str = "float32", progress: bool
     if orbax_folder.locate(folder) is not None:
         return orbax_folder.load(folder, dtype=dtype, name=str(where))
     return hf.load_folder(folder, dtype=dtype, name=str(where))
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """A checkpoint without its weights: what its files say, checked against each other.
+
+    Attributes:
+        name: what the user called it.
+        folder: holds its config and tokenizer.
+        family, config, hf_config, eos_ids, bos_id: as in ``Checkpoint``.
+        dtypes: of the parameters as stored.
+        num_params: their number.
+    """
+
+    name: str
+    folder: Path
+    family: Family
+    config: DecoderConfig
+    hf_config: dict[str, Any]
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    dtypes: tuple[str, ...]
+    num_params: int
+
+
+def inspect_checkpoint(where: str | Path, *, progress: bool = False) -> Header:
+    """Read what a checkpoint is, without its weights.
+
+    Args:
+        where: as in ``resolve``.
+        progress: show downloads and conversions on standard error.
+
+    Raises:
+        UsageError, MissingCheckpoint, CheckpointError: as ``load_checkpoint``.
+    """
+    folder = resolve(where, progress=progress)
+    place = orbax_folder.locate(folder)
+    config_folder = folder if place is None else place.config
+    hf_config, family, config = hf.read_config(config_folder)
+    leaves = family.leaves(config)
+    if place is not None:
+        dtypes = {str(dtype) for dtype, _ in orbax_folder.kinds(folder).values()}
+    else:
+        store, named = hf.open_store(folder, leaves, config)
+        dtypes = {str(store.dtype(name)) for leaf in named for name in leaf.sources}
+    count = sum(math.prod(leaf.shape) for leaf in leaves)
+    ids = hf.special_ids(config_folder, hf_config)
+    return Header(str(where), config_folder, family, config, hf_config, *ids, tuple(sorted(dtypes)), count)
 
 
 def resolve(where: str | Path, *, progress: bool = False) -> Path:

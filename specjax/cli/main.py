@@ -17,6 +17,8 @@ from tyro.conf import DisallowNone, FlagCreatePairsOff, subcommand
 
 from specjax import __version__
 from specjax.cli.bench import Bench
+from specjax.cli.check import Check
+from specjax.cli.convert import Convert
 from specjax.cli.fetch import Fetch
 from specjax.cli.generate import Generate
 from specjax.cli.score import Score
@@ -39,6 +41,8 @@ _COMMANDS = Union[  # noqa: UP007
     Annotated[Score, subcommand("score")],
     Annotated[Fetch, subcommand("fetch")],
     Annotated[Bench, subcommand("bench")],
+    Annotated[Check, subcommand("check")],
+    Annotated[Convert, subcommand("convert")],
 ]
 
 
@@ -103,7 +107,7 @@ def _first_words(box: str, argv: list[str]) -> str:
         said.append(text)
     message = " ".join(said).rstrip(".")
     stray = message.removeprefix("Unrecognized options: ")
-    command = argv[0] if argv and argv[0] in ("generate", "score", "fetch", "bench") else ""
+    command = argv[0] if argv and argv[0] in ("generate", "score", "fetch", "bench", "check", "convert") else ""
     if stray != message and command and not stray.startswith("-"):
         message += " (values without an option stand together, before the options or after --)"
     return f"{message or 'the arguments cannot be read'}. See 'specjax {command + ' ' if command else ''}--help'."

@@ -27,7 +27,7 @@ class _Block:
     finite: Bool[Array, " B"]
 
 
-def model_drafter(model_fn: ModelFn, vocab_size: int) -> Drafter:
+def model_drafter(model_fn: ModelFn, vocab_size: int, max_positions: int | None = None) -> Drafter:
     """Return a source that decodes with ``model_fn``, under the same transforms as the target.
 
     Each step feeds the two newest tokens, not one: the second entry that is missing after a fully accepted round
@@ -37,6 +37,7 @@ def model_drafter(model_fn: ModelFn, vocab_size: int) -> Drafter:
     Args:
         model_fn: the draft model.
         vocab_size: V, the vocabulary in use; further logits of the model are dropped.
+        max_positions: the draft's context length where it is shorter than the target's.
     """
 
     def init(params, tokens, num_tokens, capacity):
@@ -86,4 +87,10 @@ def model_drafter(model_fn: ModelFn, vocab_size: int) -> Drafter:
     def rollback(state: Cache, num_tokens: jax.Array) -> Cache:
         return kv.rollback(state, jnp.minimum(state.length, num_tokens - 1))
 
-    return Drafter(init=init, propose=propose, rollback=rollback, length=lambda state: state.length)
+    return Drafter(
+        init=init,
+        propose=propose,
+        rollback=rollback,
+        length=lambda state: state.length,
+        max_positions=max_positions,
+    )

@@ -43,7 +43,7 @@ def test_help_lists_every_command_and_option(specjax):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "{generate, score, fetch, bench}"),
+        ([], "{generate, score, fetch, bench, check, convert}"),
         (["decode"], "decode"),
         (["generate", "a", "--top-k", "5"], "--top-k"),
         (["generate", "a", "--resume"], "--resume"),
