@@ -13,6 +13,7 @@ from jax import lax
 
 from specjax import cache as kv
 from specjax.models.config import RopeConfig
+from specjax.numerics import row_mean
 
 NEGATIVE = -1e30  # finite, so that a wholly masked chunk gives no NaN
 # Where the running maximum starts: below every score, yet so far above NEGATIVE that exp of the difference is 0.
@@ -64,7 +65,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
-        return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * scale.astype(jnp.float32)
+        return x * lax.rsqrt(row_mean(x * x) + self.eps) * scale.astype(jnp.float32)
 
 
 class RMSNormPlusOne(nn.Module):
@@ -75,7 +76,7 @@ class RMSNormPlusOne(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.param("scale", nn.initializers.zeros, (x.shape[-1],), jnp.float32)
-        return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * (1.0 + scale.astype(jnp.float32))
+        return x * lax.rsqrt(row_mean(x * x) + self.eps) * (1.0 + scale.astype(jnp.float32))
 
 
 class LayerNorm(nn.Module):
@@ -87,8 +88,8 @@ class LayerNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), jnp.float32)
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-        return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * scale + bias
+        x = x - row_mean(x)
+        return x * lax.rsqrt(row_mean(x * x) + self.eps) * scale + bias
 
 
 NORMS = {"rms": RMSNorm, "rms_plus_one": RMSNormPlusOne, "layer": LayerNorm}

@@ -9,6 +9,7 @@ from jax import lax
 
 from specjax.models import layers
 from specjax.models.config import Experts
+from specjax.numerics import row_sum, softmax
 
 # Tokens of one expert are multiplied in blocks of this many rows, whatever the batch: the bits of a token's result
 # never depend on its mates.
@@ -30,9 +31,9 @@ class Mixture(nn.Module):
         e, width = self.experts, x.shape[-1]
         flat = x.reshape(-1, width)
         router = layers.Linear(e.count, dtype=self.dtype, name="router")(flat)
-        weights, chosen = lax.top_k(jax.nn.softmax(router, axis=-1), e.top)  # [R, top]
+        weights, chosen = lax.top_k(softmax(router), e.top)  # [R, top]
         if e.normalised:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+            weights = weights / row_sum(weights)
         init = nn.initializers.normal(width**-0.5)
         gate = self.param("gate", init, (e.count * e.width, width), self.dtype)
         up = self.param("up", init, (e.count * e.width, width), self.dtype)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax import cache as kv
+from specjax import numerics
 from specjax import sampling as s
 from specjax.types import (
     Drafter,
@@ -158,7 +159,7 @@ def _commit(
     logprobs = state.logprobs
     if logprobs is not None:
         # Over all W rows, so that the bits do not depend on gamma.
-        norm = jax.nn.logsumexp(logits, axis=-1)[:, :size]
+        norm = numerics.log_sum_exp(logits)[:, :size, 0]
         chosen = jnp.take_along_axis(logits[:, :size], emitted[..., None], axis=-1)[..., 0]
         logprobs = _append(logprobs, chosen - norm, at)
     return replace(

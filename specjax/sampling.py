@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+from specjax import numerics
 from specjax.errors import RowError
 from specjax.types import Purpose, RowSampling
 
@@ -69,7 +70,7 @@ def distribution(logits: Float[Array, "B T V"], sampling: RowSampling) -> Distri
     best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.bool_)
     log_weights = jnp.where(greedy, jnp.where(best, 0.0, -jnp.inf), scaled)
     # Where a weight is so small that its probability rounds to zero it must not be drawn either (invariant 5).
-    probs = jax.nn.softmax(log_weights, axis=-1)
+    probs = numerics.softmax(log_weights)
     return Distribution(probs=probs, log_weights=jnp.where(probs > 0, log_weights, -jnp.inf))
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from specjax import numerics
 from specjax.errors import RowError
 from specjax.pair import Model
 from specjax.prefill import PIECE, bucket
@@ -92,8 +93,9 @@ def _program(model_fn: ModelFn, vocab_size: int):
             wanted = lax.dynamic_slice_in_dim(following, i * piece, piece, axis=1)
             result = model_fn(params, part, cache, logits="all")
             assert result.logits is not None
-            logs = jax.nn.log_softmax(result.logits[..., :vocab_size], axis=-1)
-            chosen = jnp.take_along_axis(logs, wanted[..., None], axis=-1)[0, :, 0]
+            logits = result.logits[..., :vocab_size]
+            chosen = jnp.take_along_axis(logits, wanted[..., None], axis=-1) - numerics.log_sum_exp(logits)
+            chosen = chosen[0, :, 0]
             return result.cache, lax.dynamic_update_slice(out, chosen, (i * piece,))
 
         carry = (model_fn.init_cache(1, size), jnp.zeros((size,), jnp.float32))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from specjax import sampling as s
+from specjax.numerics import row_sum
 from specjax.types import Proposal, Purpose, RoundKeys, RowSampling, Rule, Verdict
 from specjax.verify.rejection import extra_token
 
@@ -58,7 +59,7 @@ def end_probability(p: Float[Array, "B K1 V"], proposal: Proposal, pi: Float[Arr
         p_next = jnp.take_along_axis(p[:, 1:gamma], proposal.tokens[:, 1:, None], axis=-1)[..., 0]
         left = pi[:, :-1] * (1.0 - p_next)
     else:
-        left = jnp.sum(jnp.maximum(pi[:, :-1, None] * p[:, 1:gamma] - proposal.probs[:, 1:], 0.0), axis=-1)
+        left = row_sum(jnp.maximum(pi[:, :-1, None] * p[:, 1:gamma] - proposal.probs[:, 1:], 0.0))[..., 0]
     left = jnp.pad(left, ((0, 0), (0, 1)))
     below = left + 1.0 - pi
     inner = jnp.where(below > 0, left / jnp.where(below > 0, below, 1.0), 1.0)

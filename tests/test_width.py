@@ -1,0 +1,44 @@
+"""Bit-exact at one width (invariant 8b): ids and log-probability bits do not depend on the draft, gamma, batch,
+place or capacity."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny as t
+
+WIDTH = 8
+NEW = 40
+WAYS = [("ngram", 4), ("model", 1), ("model", 4), ("model", 7)]
+
+
+def bits(result) -> tuple[list[int], bytes]:
+    return result.ids.tolist(), np.asarray(result.logprobs, np.float32).tobytes()
+
+
+def decode(dtype: str, source: str, gamma: int, order, batch: int, longest: int, rule: str, temperature: float):
+    draft = t.tiny(t.MID, dtype) if source == "model" else None
+    program = t.program(
+        t.tiny(dtype=dtype).fn, source, None if draft is None else draft.fn, gamma=gamma, width=WIDTH, rule=rule
+    )
+    results = t.run(
+        program, t.tiny(dtype=dtype), draft, [t.prompts()[i] for i in order], NEW,
+        ids=list(order), batch_size=batch, longest=longest, temperature=temperature,
+    )  # fmt: skip
+    return {i: bits(result) for i, result in zip(order, results, strict=True)}, results
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rule", "temperature"), [("greedy", 0.0), ("coupled", 0.8)])
+def test_ids_and_log_probabilities_are_the_same_bits(dtype, rule, temperature):
+    options = (rule, temperature)
+    wanted, _ = decode(dtype, "none", 0, (0, 1, 2, 3), 1, 200, *options)
+    assert decode(dtype, "none", 0, (3, 1, 0, 2), 4, 1000, *options)[0] == wanted
+    rates = []
+    for source, gamma in WAYS:
+        for order, batch, longest in (((0, 1, 2, 3), 1, 200), ((2, 0, 3, 1), 4, 200), ((1, 3, 2, 0), 4, 1000)):
+            found, results = decode(dtype, source, gamma, order, batch, longest, *options)
+            assert found == wanted, f"{source}, gamma {gamma}, batch {batch}, longest {longest}"
+        rates.append(t.acceptance(results))
+    assert 0.02 < rates[0] < 0.9
+    assert all(0.2 < rate < 0.9 for rate in rates[1:])
