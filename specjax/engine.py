@@ -86,7 +86,7 @@ class Engine:
         longest: int,
         on_seconds: Callable[[str, float], None] | None = None,
     ):
-        self._program, self._params, self._on_seconds = program, params, on_seconds
+        self._program, self._params, self._longest, self._on_seconds = program, params, longest, on_seconds
         self._state: RoundState | None = program.empty(params, batch_size, longest)
         self._slots: list[_Slot | None] = [None] * batch_size
         self.num_rounds = 0
@@ -104,6 +104,9 @@ class Engine:
             requests: taken one by one as slots become free.
             chunk: rounds between two looks at the rows.
             on_chunk: called with the number of new tokens after each chunk.
+
+        Raises:
+            ValueError: a request whose limit exceeds ``longest``.
         """
         waiting = iter(requests)
         while True:
@@ -124,6 +127,12 @@ class Engine:
             request = next(waiting, None)
             if request is None:
                 return
+            if request.prompt.limit > self._longest:
+                # Its last writes would be clamped onto its own valid entries.
+                raise ValueError(
+                    f"Request {request.key!r} has a limit of {request.prompt.limit} tokens, the engine was made for "
+                    f"{self._longest}: pass a larger longest."
+                )
             self._insert(request, i)
             self._slots[i] = _Slot(request)
 
