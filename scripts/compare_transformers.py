@@ -51,8 +51,8 @@ def main() -> int:
 
 def reference(args: argparse.Namespace) -> int:
     """Write transformers' ids, logits and greedy tokens."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # pyright: ignore[reportMissingImports]
 
     gguf = args.model.suffix == ".gguf"
     where = args.model.parent if gguf else args.model
@@ -60,7 +60,7 @@ def reference(args: argparse.Namespace) -> int:
     tokenizer = AutoTokenizer.from_pretrained(where, **options)
     model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, attn_implementation="eager", **options)
     model.eval()
-    arrays: dict[str, np.ndarray] = {"count": np.int64(len(PROMPTS))}
+    arrays: dict[str, np.ndarray] = {"count": np.array(len(PROMPTS))}
     for i, prompt in enumerate(PROMPTS):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         with torch.no_grad():

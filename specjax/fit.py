@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,8 +137,12 @@ def _findings(target: Side, draft: Side) -> Iterator[Finding]:
     yield _contexts(target, draft)
     yield _ropes(target, draft)
     same = target.dtype == draft.dtype
-    yield Finding("weights", target.dtype, draft.dtype, *_noted(same, "each is loaded in the dtype asked for"))
+    yield _finding("weights", [target.dtype, draft.dtype], *_noted(same, "each is loaded in the dtype asked for"))
     yield _sizes(target, draft)
+
+
+def _finding(what: str, values: Sequence[str], level: Level, message: str) -> Finding:
+    return Finding(what, values[0], values[1], level, message)
 
 
 def _noted(same: bool, message: str) -> tuple[Level, str]:
@@ -149,73 +153,73 @@ def _tokenizers(target: Side, draft: Side) -> Finding:
     ours, theirs = target.tokenizer, draft.tokenizer
     sizes = [_NONE if side.tokenizer is None else f"{side.tokenizer.vocab_size} ids" for side in (target, draft)]
     if ours is None and theirs is None:
-        return Finding("tokenizer", *sizes, "note", "none to compare: only the sizes are")
+        return _finding("tokenizer", sizes, "note", "none to compare: only the sizes are")
     if ours is None or theirs is None:
         lacking = target if ours is None else draft
-        return Finding(
-            "tokenizer", *sizes, "note", f"{lacking.name} has none to compare: only the sizes of the vocabularies are"
+        return _finding(
+            "tokenizer", sizes, "note", f"{lacking.name} has none to compare: only the sizes of the vocabularies are"
         )
     if found := ours.differences(theirs):
-        return Finding(
+        return _finding(
             "tokenizer",
-            *sizes,
+            sizes,
             "error",
             f"The tokenizers of target {target.name} and draft {draft.name} differ ({'; '.join(found)}): "
             "a draft must share its target's tokenizer.",
         )
-    return Finding("tokenizer", *sizes, "ok", "the same, id by id")
+    return _finding("tokenizer", sizes, "ok", "the same, id by id")
 
 
 def _vocabularies(target: Side, draft: Side) -> Finding:
     values = [f"{side.vocab_size} of {side.rows}" for side in (target, draft)]
     fits = draft.rows >= target.vocab_size if target.tokenizer is not None else draft.rows == target.vocab_size
     if not fits:
-        return Finding(
+        return _finding(
             "ids in use",
-            *values,
+            values,
             "error",
             f"Draft {draft.name} has {draft.rows} ids, target {target.name} uses {target.vocab_size}: "
             "a draft must share its target's vocabulary.",
         )
     padded = max(target.rows, draft.rows) > target.vocab_size
-    return Finding("ids in use", *values, *_noted(not padded, "padded: rows past the ids in use are left out"))
+    return _finding("ids in use", values, *_noted(not padded, "padded: rows past the ids in use are left out"))
 
 
 def _special_tokens(target: Side, draft: Side) -> Iterator[Finding]:
     used = "the target's are used"
     ends = [", ".join(map(str, side.eos_ids)) or _NONE for side in (target, draft)]
-    yield Finding("EOS ids", *ends, *_noted(set(target.eos_ids) == set(draft.eos_ids), used))
+    yield _finding("EOS ids", ends, *_noted(set(target.eos_ids) == set(draft.eos_ids), used))
     begins = [_NONE if side.bos_id is None else str(side.bos_id) for side in (target, draft)]
-    yield Finding("BOS id", *begins, *_noted(begins[0] == begins[1], "the target's is used"))
+    yield _finding("BOS id", begins, *_noted(begins[0] == begins[1], "the target's is used"))
     for name in ("bos_token", "eos_token", "pad_token"):
         texts = [_NONE if side.tokenizer is None else side.tokenizer.named(name) or _NONE for side in (target, draft)]
         if texts != [_NONE, _NONE]:
-            yield Finding(name, *texts, *_noted(texts[0] == texts[1], "the target's is used"))
+            yield _finding(name, texts, *_noted(texts[0] == texts[1], "the target's is used"))
 
 
 def _templates(target: Side, draft: Side) -> Finding:
     ours, theirs = (None if side.tokenizer is None else side.tokenizer.template for side in (target, draft))
     values = [_NONE if text is None else f"{len(text)} characters" for text in (ours, theirs)]
-    return Finding("chat template", *values, *_noted(ours == theirs, "the target's is used"))
+    return _finding("chat template", values, *_noted(ours == theirs, "the target's is used"))
 
 
 def _contexts(target: Side, draft: Side) -> Finding:
     values = f"{target.max_positions} tokens", f"{draft.max_positions} tokens"
     if draft.max_positions < target.max_positions:
-        return Finding(
+        return _finding(
             "context",
-            *values,
+            values,
             "warning",
             f"Draft {draft.name} has a context of {draft.max_positions} tokens, target {target.name} of "
             f"{target.max_positions}: a row goes on without speculation past {draft.max_positions}.",
         )
     longer = draft.max_positions > target.max_positions
-    return Finding("context", *values, *_noted(not longer, "the target's is in force"))
+    return _finding("context", values, *_noted(not longer, "the target's is in force"))
 
 
 def _ropes(target: Side, draft: Side) -> Finding:
     values = [_rope(side.config) for side in (target, draft)]
-    return Finding("rotary", *values, *_noted(values[0] == values[1], "each follows its own"))
+    return _finding("rotary", values, *_noted(values[0] == values[1], "each follows its own"))
 
 
 def _rope(config: DecoderConfig | None) -> str:
@@ -240,15 +244,15 @@ def _rope_of(rope: RopeConfig) -> str:
 def _sizes(target: Side, draft: Side) -> Finding:
     values = [_size(side) for side in (target, draft)]
     if draft.num_params > target.num_params:
-        return Finding(
+        return _finding(
             "size",
-            *values,
+            values,
             "warning",
             f"Draft {draft.name} has {_count(draft.num_params)} parameters, target {target.name} "
             f"{_count(target.num_params)}: a draft larger than its target cannot pay.",
         )
     share = draft.num_params / max(target.num_params, 1)
-    return Finding("size", *values, "ok", f"the draft is {share:.0%} of the target")
+    return _finding("size", values, "ok", f"the draft is {share:.0%} of the target")
 
 
 def _size(side: Side) -> str:

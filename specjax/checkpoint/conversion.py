@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,9 +80,10 @@ class _Source:
 
     def tensors(self) -> Iterator[tuple[str, np.dtype, tuple[int, ...], Any]]:
         """Yield each Hugging Face tensor: name, dtype, shape, and a function that reads it."""
-        if self.store is not None:
-            for name, stored in self.store.tensors.items():
-                yield name, self.store.dtype(name), stored.shape, lambda name=name: self.store.read(name)
+        store = self.store
+        if store is not None:
+            for name, stored in store.tensors.items():
+                yield name, store.dtype(name), stored.shape, functools.partial(store.read, name)
             return
         assert self.stored is not None
         for name, array in [*hf.sources(self.stored.params, self.leaves), *self.stored.extra.items()]:

@@ -185,7 +185,7 @@ def write(folder: Path, stored: Stored) -> None:
     if stored.extra:
         tree[EXTRA] = stored.extra
     with _one_line(f"{folder} cannot be written by Orbax"):
-        ocp.save(folder.resolve() / PARAMS, tree, custom_metadata={_BARE_NAMES: stored.bare_names})
+        ocp.save(str(folder.resolve() / PARAMS), tree, custom_metadata={_BARE_NAMES: stored.bare_names})
 
 
 def sharding() -> Any:
@@ -213,7 +213,7 @@ def _abstract(checkpoint: Path) -> tuple[dict[str, Any], Any]:
     from orbax.checkpoint import v1 as ocp
 
     with _one_line(f"{checkpoint} cannot be read by Orbax", "Copy or convert it again."):
-        found = ocp.metadata(checkpoint.resolve())
+        found = ocp.metadata(str(checkpoint.resolve()))
         tree = found.metadata
         if not isinstance(tree, Mapping):
             raise ValueError("no tree of parameters can be read from it")
@@ -229,7 +229,7 @@ def _restore(checkpoint: Path, tree: dict[str, Any], wanted: Any) -> dict[str, A
         value = wanted(path, kind)
         hf.put(abstract, path, ocp.PLACEHOLDER if value is None else value)
     with _one_line(f"{checkpoint} cannot be read by Orbax", "Copy or convert it again."):
-        return ocp.load(checkpoint.resolve(), abstract)  # type: ignore[return-value]
+        return ocp.load(str(checkpoint.resolve()), abstract)  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
