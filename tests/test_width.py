@@ -40,5 +40,5 @@ def test_ids_and_log_probabilities_are_the_same_bits(dtype, rule, temperature):
             found, results = decode(dtype, source, gamma, order, batch, longest, *options)
             assert found == wanted, f"{source}, gamma {gamma}, batch {batch}, longest {longest}"
         rates.append(t.acceptance(results))
-    assert 0.02 < rates[0] < 0.9
-    assert all(0.2 < rate < 0.9 for rate in rates[1:])
+    assert 0.2 < rates[1] < 0.9  # a noisy copy, one token drafted a round
+    assert all(0 < rate < 0.9 for rate in rates[2:])
