@@ -39,7 +39,7 @@ def propose(table, prompts, *, vocab: int = VOCAB, temperature: float = 1.0, gam
     return jax.jit(drafter.propose, static_argnums=(3, 4))(table, state, view, gamma, greedy)
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 4, 8, *(pytest.param(g, marks=pytest.mark.slow) for g in (3, 5, 6, 7))])
+@pytest.mark.parametrize("gamma", [1, 4, 8, *(pytest.param(g, marks=pytest.mark.slow) for g in (2, 3, 5, 6, 7))])
 def test_a_draft_that_is_the_target_is_always_accepted(gamma):
     """Case 3 on the toy, where p = q to the bit, so for sampled rows too. A draft cache without the entry that a
     fully accepted round leaves out would draft from a wrong context."""

@@ -38,8 +38,14 @@ def same(a, b) -> None:
     assert (a.finish, a.status, a.draft_on) == (b.finish, b.status, b.draft_on)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(
+    ("rule", "batch_size"),
+    [
+        ("rejection", 1),
+        ("coupled", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("rejection", 3), ("block", 1), ("coupled", 1))),
+    ],
+)
 def test_rows_are_the_same_whatever_the_batch_the_place_and_the_mates(rule, batch_size):
     """Case 35: ten rows through few slots, all at once, and turned around."""
     options = {"temperature": TEMPERATURES}

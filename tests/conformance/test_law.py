@@ -18,8 +18,13 @@ FALSE_ALARM = 1e-5
 ACCEPTANCE = {"model": (0.3, 0.9), "ngram": (0.1, 0.9), "no": (0.0, 0.0)}
 
 
-# Without drafts the rules that share the rejection rule's last draw are one program.
-PAIRS = [(rule, source) for rule in SAMPLING_RULES for source in SOURCES if source != "no" or rule is SAMPLING_RULES[0]]
+PAIRS = [
+    (rule, source)
+    if source == "model" or rule is SAMPLING_RULES[0]
+    else pytest.param(rule, source, marks=pytest.mark.slow)
+    for rule in SAMPLING_RULES
+    for source in SOURCES
+]
 
 
 @pytest.mark.parametrize(("rule", "source"), PAIRS, ids=lambda part: getattr(part, "name", part))

@@ -22,6 +22,8 @@ from specjax.draft import model_drafter
 from specjax.types import Rule
 from specjax.verify import RULES, greedy, rejection
 
+pytestmark = pytest.mark.slow  # each compiles a program of its own
+
 V = toys.LAW_VOCAB
 DRAFT = toys.noisy(toys.LAW_TABLE, 1.0, seed=1)
 SEEN = 1e-6
