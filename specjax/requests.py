@@ -74,7 +74,8 @@ class Options:
                 raise UsageError(f"{name} is {value}; expected at least {lowest}.")
         if wrong := [stop for stop in self.stop if not stop or "\ufffd" in stop]:
             raise UsageError(f"stop has {wrong[0]!r}; expected text that is not empty and without U+FFFD.")
-        if self.sampling.temperature > 0 and rule_for(self.rule).greedy:
+        rule = rule_for(self.rule)
+        if self.sampling.temperature > 0 and rule.greedy:
             raise UsageError(f"temperature is {self.sampling.temperature}, but rule greedy serves temperature 0 only.")
 
 

@@ -9,7 +9,7 @@ import tiny as t
 
 WIDTH = 8
 NEW = 40
-WAYS = [("ngram", 4), ("model", 1), ("model", 4), ("model", 7)]
+ALONE, WIDE = ((0, 1, 2, 3), 1, 200), ((1, 3, 2, 0), 4, 1000)
 
 
 def bits(result) -> tuple[list[int], bytes]:
@@ -28,15 +28,26 @@ def decode(dtype: str, source: str, gamma: int, order, batch: int, longest: int,
     return {i: bits(result) for i, result in zip(order, results, strict=True)}, results
 
 
+@pytest.mark.parametrize(("dtype", "rule", "temperature"), [("float32", "greedy", 0.0), ("bfloat16", "coupled", 0.8)])
+def test_a_draft_a_batch_and_a_capacity_change_no_bit(dtype, rule, temperature):
+    wanted, _ = decode(dtype, "none", 0, *ALONE, rule, temperature)
+    found, results = decode(dtype, "model", 4, *WIDE, rule, temperature)
+    assert found == wanted
+    assert 0 < t.acceptance(results) < 0.9
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rule", "temperature"), [("greedy", 0.0), ("coupled", 0.8)])
 def test_ids_and_log_probabilities_are_the_same_bits(dtype, rule, temperature):
     options = (rule, temperature)
-    wanted, _ = decode(dtype, "none", 0, (0, 1, 2, 3), 1, 200, *options)
+    wanted, _ = decode(dtype, "none", 0, *ALONE, *options)
     assert decode(dtype, "none", 0, (3, 1, 0, 2), 4, 1000, *options)[0] == wanted
     rates = []
-    for source, gamma in WAYS:
-        for order, batch, longest in (((0, 1, 2, 3), 1, 200), ((2, 0, 3, 1), 4, 200), ((1, 3, 2, 0), 4, 1000)):
+    # Every gamma of one compiled width.
+    ways = [("ngram", 4), *(("model", gamma) for gamma in range(1, WIDTH))]
+    for source, gamma in ways:
+        for order, batch, longest in (ALONE, ((2, 0, 3, 1), 4, 200), WIDE):
             found, results = decode(dtype, source, gamma, order, batch, longest, *options)
             assert found == wanted, f"{source}, gamma {gamma}, batch {batch}, longest {longest}"
         rates.append(t.acceptance(results))
