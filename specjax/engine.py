@@ -50,7 +50,8 @@ class Result:
         finish: why it ended; CANCELLED when its watcher ended it.
         status: bits the loop set.
         place, accepted, drafted: [N], see ``RoundState``.
-        logprobs: [N] float32, or None.
+        logprobs, sampled_logprobs: [N] float32, or None.
+        top_ids, top_logprobs: [N, M] int32 and float32, or None.
         draft_on: whether its draft was still in use at the end.
     """
 
@@ -61,8 +62,11 @@ class Result:
     place: np.ndarray
     accepted: np.ndarray
     drafted: np.ndarray
-    logprobs: np.ndarray | None
     draft_on: bool
+    logprobs: np.ndarray | None = None
+    sampled_logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
 
 class Engine:
@@ -173,10 +177,14 @@ class Engine:
             if slot.keep is not None or finish[i] != Finish.RUNNING:
                 done.append((i, slot))
         if done:
-            records = jax.device_get((state.tokens, state.place, state.accepted, state.drafted, state.draft_on))
-            logprobs = None if state.logprobs is None else np.asarray(state.logprobs)
+            records = jax.device_get(
+                {
+                    name: getattr(state, name)
+                    for name in ("tokens", "place", "accepted", "drafted", "draft_on", *_LOGPROBS)
+                }
+            )
             for i, slot in done:
-                slot.result = _result(slot, i, Finish(int(finish[i])), Status(int(status[i])), records, logprobs)
+                slot.result = _result(slot, i, Finish(int(finish[i])), Status(int(status[i])), records)
                 self._slots[i] = None
                 if status[i] & (Status.TARGET_NOT_FINITE | Status.DRAFT_NOT_FINITE):
                     state = self._program.blank(state, i)
@@ -192,18 +200,22 @@ class _Slot:
     result: Result | None = None
 
 
-def _result(slot: _Slot, i: int, finish: Finish, status: Status, records, logprobs) -> Result:
-    tokens, place, accepted, drafted, draft_on = records
+# None where they are not asked for.
+_LOGPROBS = ("logprobs", "sampled_logprobs", "top_ids", "top_logprobs")
+
+
+def _result(slot: _Slot, i: int, finish: Finish, status: Status, records: dict[str, Any]) -> Result:
     first = len(slot.request.prompt.ids)
     visible = slice(first, first + slot.seen)
+    logprobs = {name: None if records[name] is None else records[name][i, visible] for name in _LOGPROBS}
     return Result(
         key=slot.request.key,
-        ids=tokens[i, visible],
+        ids=records["tokens"][i, visible],
         finish=Finish.CANCELLED if slot.keep is not None else finish,
         status=status,
-        place=place[i, visible],
-        accepted=accepted[i, visible],
-        drafted=drafted[i, visible],
-        logprobs=None if logprobs is None else logprobs[i, visible],
-        draft_on=bool(draft_on[i]),
+        place=records["place"][i, visible],
+        accepted=records["accepted"][i, visible],
+        drafted=records["drafted"][i, visible],
+        draft_on=bool(records["draft_on"][i]),
+        **logprobs,
     )

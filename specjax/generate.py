@@ -17,11 +17,12 @@ import numpy as np
 from jax import lax
 
 from specjax import cache as kv
-from specjax import prefill, round
-from specjax.sampling import GREEDY, SamplingParams, stack
+from specjax import prefill, round, transforms
+from specjax.sampling import GREEDY, Features, SamplingParams, stack
 from specjax.types import Drafter, Finish, ModelFn, Params, RoundState, Rule
 
 MAX_GAMMA = 64
+PLAIN = Features()
 
 
 def make_decoder(
@@ -109,7 +110,9 @@ def start(
     target_fn: ModelFn,
     drafter: Drafter,
     capacity: int,
+    vocab_size: int,
     logprobs: bool,
+    top_logprobs: int = 0,
 ) -> RoundState:
     """Return the state of rows that are prefilled and have run no round.
 
@@ -119,12 +122,19 @@ def start(
         rows: ``num_tokens`` [B], ``limit`` [B], ``eos`` [B, E], ``key`` [B, 2], ``sampling``.
         target_fn, drafter: the parts.
         capacity: positions to allocate.
+        vocab_size: V, the vocabulary in use.
         logprobs: keep log-probabilities.
+        top_logprobs: N, keep those of the N most probable tokens too.
     """
     batch, length = tokens.shape
     capacity = kv.round_up(max(capacity, length))
     count = rows["num_tokens"]
     zeros = jnp.zeros((batch,), jnp.int32)
+    top_logprobs = top_logprobs if logprobs else 0
+
+    def record(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+        return jnp.zeros((batch, capacity, *shape), dtype)
+
     return RoundState(
         tokens=jnp.pad(tokens, ((0, 0), (0, capacity - length))),
         prompt_length=count,
@@ -137,12 +147,16 @@ def start(
         round=zeros,
         draft_on=jnp.ones((batch,), jnp.bool_),
         sampling=rows["sampling"],
+        history=transforms.init_history(rows["sampling"], tokens, count, vocab_size),
         cache=prefill.prefill(target_fn, params["target"], tokens, count, capacity),
         draft=drafter.init(params["draft"], tokens, count, capacity),
-        place=jnp.zeros((batch, capacity), jnp.int8),
-        accepted=jnp.zeros((batch, capacity), jnp.bool_),
-        drafted=jnp.zeros((batch, capacity), jnp.int8),
-        logprobs=jnp.zeros((batch, capacity), jnp.float32) if logprobs else None,
+        place=record(dtype=jnp.int8),
+        accepted=record(dtype=jnp.bool_),
+        drafted=record(dtype=jnp.int8),
+        logprobs=record() if logprobs else None,
+        sampled_logprobs=record() if logprobs else None,
+        top_ids=record(top_logprobs, dtype=jnp.int32) if top_logprobs else None,
+        top_logprobs=record(top_logprobs) if top_logprobs else None,
     )
 
 
@@ -164,7 +178,9 @@ class Program:
 
     Args:
         target_fn, drafter, rule, gamma, vocab_size, width, check: as ``make_decoder`` takes them.
-        logprobs: keep each token's log-probability under the target's raw softmax.
+        logprobs: keep each token's log-probability under the target's raw softmax, and as sampled.
+        top_logprobs: N, and those of the N most probable tokens.
+        features: the families of transforms that its rows may use; none by default, which leaves temperature.
         num_eos: E, columns of the EOS table.
     """
 
@@ -179,6 +195,8 @@ class Program:
         width: int | None = None,
         check: bool = False,
         logprobs: bool = False,
+        top_logprobs: int = 0,
+        features: Features = PLAIN,
         num_eos: int = 4,
     ):
         decode = make_decoder(
@@ -186,7 +204,15 @@ class Program:
         )
         self.width = gamma + 1 if width is None else width
         self.num_eos = num_eos
-        self._start = functools.partial(start, target_fn=target_fn, drafter=drafter, logprobs=logprobs)
+        self._features, self._vocab_size = features, vocab_size
+        self._start = functools.partial(
+            start,
+            target_fn=target_fn,
+            drafter=drafter,
+            vocab_size=vocab_size,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+        )
         self._shapes: dict[tuple[int, int], Any] = {}
         self._decode = jax.jit(decode, donate_argnums=1)
         self._insert = jax.jit(self._insert_row, donate_argnums=1)
@@ -235,7 +261,7 @@ class Program:
             "limit": np.asarray([p.limit for p in prompts], np.int32),
             "eos": eos,
             "key": np.stack([p.key for p in prompts]),
-            "sampling": stack([p.sampling for p in prompts]),
+            "sampling": stack([p.sampling for p in prompts], self._features, self._vocab_size),
         }
 
     def _insert_row(self, params, state: RoundState, tokens, rows, slot) -> RoundState:

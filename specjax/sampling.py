@@ -5,46 +5,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax import numerics
-from specjax.errors import RowError
+from specjax.sampling_params import GREEDY, Features, SamplingParams, features_of, stack
+from specjax.truncation import CANDIDATES, largest, truncate
 from specjax.types import Purpose, RowSampling
+
+__all__ = [
+    "GREEDY", "Distribution", "Features", "SamplingParams", "distribution", "draw", "features_of", "fold", "for_draft",
+    "gumbel", "purpose_key", "row_key", "stack", "uniforms",
+]  # fmt: skip
 
 # Temperatures below it act like it: logits that differ at all in float32 are already worlds apart.
 SMALLEST_TEMPERATURE = 1e-30
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How one row samples.
-
-    Attributes:
-        temperature: divides the logits; 0 is greedy, the lowest id on ties.
-
-    Raises:
-        RowError: a value out of range.
-    """
-
-    temperature: float = 0.0
-
-    def __post_init__(self):
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RowError(f"temperature is {self.temperature}; expected a finite number >= 0 (0 is greedy).")
-
-
-GREEDY = SamplingParams()
-
-
-def stack(rows: list[SamplingParams]) -> RowSampling:
-    """Return the settings of a batch as arrays."""
-    return RowSampling(temperature=jnp.asarray([row.temperature for row in rows], jnp.float32))
 
 
 @flax.struct.dataclass
@@ -52,32 +32,93 @@ class Distribution:
     """What is sampled, after all transforms.
 
     Attributes:
-        probs: float32 [..., V], normalised. Used to verify.
+        probs: float32 [..., V], normalised; zeros where nothing is allowed. Used to verify.
         log_weights: float32 [..., V], log probs up to a constant per row; -inf where the probability is zero.
             Used to draw.
+        few: static; a truncation is in force, so that hardly any token may be left.
     """
 
     probs: Float[Array, "*rows V"]
     log_weights: Float[Array, "*rows V"]
+    few: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 def distribution(logits: Float[Array, "B T V"], sampling: RowSampling) -> Distribution:
-    """Return the distribution each row samples from: a softmax at its temperature, or one-hot at temperature 0."""
+    """Return the distribution each row samples from: temperature, then min-p, top-k, top-p; one-hot at temperature 0.
+
+    Args:
+        logits: with bias, bans and penalties in them (``specjax.transforms``).
+        sampling: the rows' settings.
+    """
     temperature = sampling.temperature[:, None, None]
     greedy = temperature == 0
-    # A smaller divisor would overflow, and infinity less infinity is no probability.
-    scaled = logits / jnp.where(greedy, 1.0, jnp.maximum(temperature, SMALLEST_TEMPERATURE))
-    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.bool_)
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    # Below zero whatever the temperature: a tiny one gives -inf, never an infinity less an infinity.
+    scaled = (logits - top) / jnp.maximum(temperature, SMALLEST_TEMPERATURE)
+    best = jnp.arange(logits.shape[-1]) == numerics.argmax(logits)[..., None]
     log_weights = jnp.where(greedy, jnp.where(best, 0.0, -jnp.inf), scaled)
+    few = sampling.truncation is not None
+    if sampling.truncation is not None:
+        log_weights = truncate(log_weights, sampling.truncation)
+    weights = jnp.exp(log_weights)
+    total = numerics.row_sum(weights)
     # Where a weight is so small that its probability rounds to zero it must not be drawn either (invariant 5).
-    probs = numerics.softmax(log_weights)
-    return Distribution(probs=probs, log_weights=jnp.where(probs > 0, log_weights, -jnp.inf))
+    probs = jnp.where(total == 0, 0.0, weights / jnp.where(total == 0, 1.0, total))
+    return Distribution(probs=probs, log_weights=jnp.where(probs > 0, log_weights, -jnp.inf), few=few)
 
 
-def draw(log_weights: Float[Array, "B V"], key: UInt32[Array, "B 2"]) -> Int[Array, " B"]:
-    """Draw one token per row by Gumbel-max; noise is indexed by token id, so padding V changes no draw."""
-    noise = jax.vmap(lambda k: jax.random.gumbel(_wrap(k), log_weights.shape[-1:], jnp.float32))(key)
-    return jnp.argmax(log_weights + noise, axis=-1).astype(jnp.int32)
+def for_draft(sampling: RowSampling) -> RowSampling:
+    """Return the settings that the draft samples with: its own temperature and truncation where it has them."""
+    if sampling.draft_temperature is None:
+        return sampling
+    return dataclasses.replace(
+        sampling,
+        temperature=sampling.draft_temperature,
+        truncation=sampling.draft_truncation,
+        draft_temperature=None,
+        draft_truncation=None,
+    )
+
+
+def draw(
+    log_weights: Float[Array, "*rows V"], key: UInt32[Array, "*rows 2"], *, few: bool = False
+) -> Int[Array, "*rows"]:
+    """Draw one token per row by Gumbel-max; noise is indexed by token id, so padding V changes no draw.
+
+    Args:
+        log_weights: log probabilities up to a constant.
+        key: consumed.
+        few: rows of at most 64 tokens are likely: where all are, only those tokens' noise is computed. The draws are
+            the same.
+    """
+    vocab = log_weights.shape[-1]
+    rows, keys = log_weights.reshape(-1, vocab), key.reshape(-1, 2)
+
+    def among_all() -> jax.Array:
+        return numerics.argmax(rows + jax.vmap(lambda k: gumbel(k, jnp.arange(vocab)))(keys))
+
+    def among_few() -> jax.Array:
+        values, ids = largest(rows, CANDIDATES)
+        scores = values + jax.vmap(gumbel)(keys, ids)
+        best = jnp.max(scores, axis=-1, keepdims=True)
+        return jnp.min(jnp.where(scores == best, ids, vocab - 1), axis=-1).astype(jnp.int32)
+
+    if few and vocab > CANDIDATES:
+        fit = jnp.all(jnp.sum(rows > -jnp.inf, axis=-1) <= CANDIDATES)
+        tokens = jax.lax.cond(fit, among_few, among_all)
+    else:
+        tokens = among_all()
+    return tokens.reshape(log_weights.shape[:-1])
+
+
+def gumbel(key: UInt32[Array, "2"], ids: Int[Array, " N"]) -> Float[Array, " N"]:
+    """Return the noise of some token ids: entries ``ids`` of ``jax.random.gumbel(key, (V,))``, whatever V."""
+    ids = ids.astype(jnp.uint32)
+    bits = threefry_2x32(key, jnp.concatenate([jnp.zeros_like(ids), ids]))
+    bits = bits[: ids.shape[0]] ^ bits[ids.shape[0] :]
+    uniform = jax.lax.bitcast_convert_type(bits >> 9 | np.uint32(0x3F800000), jnp.float32) - 1.0
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, np.finfo(np.float32).tiny)))
 
 
 def uniforms(key: UInt32[Array, "B 2"], count: int) -> Float[Array, "B K"]:

@@ -29,6 +29,14 @@ import flax.struct
 import jax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from specjax.types_sampling import Constraint, Context, History, Penalties, RowSampling, Truncation
+
+__all__ = [
+    "Cache", "Constraint", "Context", "DraftView", "Drafter", "Finish", "History", "ModelFn", "ModelOutput", "Params",
+    "Penalties", "Proposal", "Purpose", "RoundInfo", "RoundKeys", "RoundState", "RowSampling", "Rule", "Status",
+    "Truncation", "Verdict",
+]  # fmt: skip
+
 Params = Any  # nested dict of arrays
 
 
@@ -105,6 +113,10 @@ class Status(enum.IntFlag):
     TOKEN_OUT_OF_RANGE = 16
     AFTER_END = 32
     CACHE_OVERRUN = 64
+    HISTORY = 128  # what penalties count is not exactly the output
+    TOKEN_FORBIDDEN = 256  # a token that bans or the constraint exclude was emitted
+    # Set by every program:
+    NOTHING_ALLOWED = 512  # bans, allow-list and constraint leave no token
 
 
 class Purpose(enum.IntEnum):
@@ -115,17 +127,6 @@ class Purpose(enum.IntEnum):
     RESIDUAL = 2
     BONUS = 3
     COUPLED = 4  # folded into the row's key, not the round's
-
-
-@flax.struct.dataclass
-class RowSampling:
-    """Sampling settings of each row, as traced values.
-
-    Attributes:
-        temperature: [B] float32; 0 means greedy (the lowest id on ties).
-    """
-
-    temperature: Float[Array, " B"]
 
 
 @flax.struct.dataclass
@@ -149,14 +150,16 @@ class DraftView:
     Attributes:
         tokens: [B, S] int32; entries at or past ``num_tokens`` are not valid.
         num_tokens: [B] int32, at least 1 in a running row.
-        sampling: the rows' settings.
+        sampling: the rows' settings, the draft's own in place.
         keys: this round's keys.
+        context: of the first drafted position; ``specjax.transforms`` moves it on. None where no transform needs it.
     """
 
     tokens: Int[Array, "B S"]
     num_tokens: Int[Array, " B"]
     sampling: RowSampling
     keys: RoundKeys
+    context: Context | None = None
 
 
 @flax.struct.dataclass
@@ -215,7 +218,8 @@ class Rule(NamedTuple):
 
     Attributes:
         name: its name on the command line and in results.
-        verify: ``(logits [B, K+1, V], proposal, sampling, keys) -> Verdict``.
+        verify: ``(logits [B, K+1, V], proposal, sampling, keys) -> Verdict``; the logits have bias, bans and penalties
+            in them, and ``specjax.sampling.distribution`` does the rest.
         greedy: it serves rows at temperature 0 only, and needs no probabilities.
         coupled: draft and target share their noise, keyed by absolute position (common random numbers).
         lossless: the output has exactly the target's distribution.
@@ -245,12 +249,15 @@ class RoundState:
         round: [B] int32, rounds this row has run.
         draft_on: [B] bool.
         sampling: the rows' settings.
+        history: what their transforms remember.
         cache: the target's.
         draft: the draft source's state.
         place: [B, S] int8, the token's place in its round, 0..K.
         accepted: [B, S] bool, an accepted draft (else the round's extra token).
         drafted: [B, S] int8, how many tokens its round had drafted.
         logprobs: [B, S] float32 under the target's raw softmax, or None when not asked for.
+        sampled_logprobs: [B, S] float32, as sampled, after all transforms; None as above.
+        top_ids, top_logprobs: [B, S, N] int32 and float32, the N most probable under the raw softmax, or None.
     """
 
     tokens: Int[Array, "B S"]
@@ -264,12 +271,16 @@ class RoundState:
     round: Int[Array, " B"]
     draft_on: Bool[Array, " B"]
     sampling: RowSampling
+    history: History
     cache: Cache
     draft: Any
     place: jax.Array
     accepted: jax.Array
     drafted: jax.Array
     logprobs: jax.Array | None
+    sampled_logprobs: jax.Array | None = None
+    top_ids: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
 
 
 @flax.struct.dataclass
@@ -278,7 +289,7 @@ class RoundInfo:
 
     Attributes:
         proposal: what was drafted.
-        logits: [B, K+1, V] float32, the target's.
+        logits: [B, K+1, V] float32, the target's as the rule saw them: bias, bans and penalties applied.
         verdict: what the rule decided.
         emitted: [B, K+1] int32, the block of new tokens.
         num_emitted: [B] int32, how many of them were committed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -16,8 +16,9 @@ from specjax import cache as kv
 from specjax.draft import model_drafter
 from specjax.generate import capacity_for, make_decoder
 from specjax.generate import start as start_rows
-from specjax.sampling import SamplingParams, fold, purpose_key, row_key, stack
-from specjax.types import Cache, Drafter, Finish, ModelOutput, Purpose, RoundKeys, RoundState, Rule
+from specjax.reference_transforms import transformed
+from specjax.sampling import SamplingParams, features_of, fold, purpose_key, row_key, stack
+from specjax.types import Cache, Constraint, Drafter, Finish, ModelOutput, Purpose, RoundKeys, RoundState, Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,32 @@ def output_law(logits, prompt, max_new: int, eos: int | None, temperature: float
     return law
 
 
+def transformed_law(
+    logits,
+    prompt,
+    max_new: int,
+    eos: int | None,
+    params: SamplingParams,
+    mask: Callable[[tuple[int, ...]], np.ndarray] | None = None,
+) -> dict[tuple[int, ...], float]:
+    """Return the exact joint law of whole outputs under all transforms; ``mask(output)`` is a constraint's."""
+    law: dict[tuple[int, ...], float] = {}
+
+    def grow(output: tuple[int, ...], mass: float) -> None:
+        if len(output) == max_new or (output and output[-1] == eos):
+            law[output] = law.get(output, 0.0) + mass
+            return
+        before = (*prompt, *output)
+        row = logits[before[-2] if len(before) > 1 else 0, before[-1]]
+        allowed = None if mask is None else mask(output)
+        p = transformed(row, params, prompt, output, eos=() if eos is None else (eos,), allowed=allowed)
+        for token in np.flatnonzero(p):
+            grow((*output, int(token)), mass * p[token])
+
+    grow((), 1.0)
+    return law
+
+
 def greedy_chain(logits, prompt, count: int, eos: int | None = None) -> tuple[int, ...]:
     """Return the greedy output."""
     output: tuple[int, ...] = ()
@@ -140,11 +167,14 @@ def run_batch(
     check: bool = True,
     round_limit: int = 1000,
     logprobs: bool = False,
+    sampling: list[SamplingParams] | None = None,
+    constraint: Constraint | None = None,
 ) -> Run:
-    """Decode a ragged batch in one call, without the engine."""
+    """Decode a ragged batch in one call, without the engine; ``sampling`` says more than ``temperature``."""
     count = len(prompts)
     limits = max_new if isinstance(max_new, list) else [max_new] * count
     temperatures = temperature if isinstance(temperature, list) else [temperature] * count
+    sampling = sampling or [SamplingParams(temperature=t) for t in temperatures]
     longest = max(len(p) + n for p, n in zip(prompts, limits, strict=True))
     size = 1 << max(max(len(p) for p in prompts) - 1, 0).bit_length()
     tokens = np.zeros((count, size), np.int32)
@@ -157,7 +187,7 @@ def run_batch(
         "limit": np.asarray([len(p) + n for p, n in zip(prompts, limits, strict=True)], np.int32),
         "eos": np.broadcast_to(np.asarray(-1 if eos is None else eos, np.int32).reshape(-1, 1), (count, 1)),
         "key": keys(jnp.arange(count, dtype=jnp.uint32)),
-        "sampling": stack([SamplingParams(temperature=t) for t in temperatures]),
+        "sampling": stack(sampling, features_of(sampling, constraint), vocab),
     }
     width = gamma + 1 if width is None else width
     start, decode = _compiled(
@@ -183,7 +213,14 @@ def _compiled(target_fn, drafter, rule, gamma, vocab, width, check, logprobs, ca
 
         def start(params, tokens, rows):
             return start_rows(
-                params, tokens, rows, target_fn=target_fn, drafter=drafter, capacity=capacity, logprobs=logprobs
+                params,
+                tokens,
+                rows,
+                target_fn=target_fn,
+                drafter=drafter,
+                capacity=capacity,
+                vocab_size=vocab,
+                logprobs=logprobs,
             )
 
         decode = make_decoder(target_fn, drafter, rule=rule, gamma=gamma, vocab_size=vocab, width=width, check=check)

@@ -9,9 +9,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import cache as kv
+from specjax import numerics, transforms
 from specjax import sampling as s
 from specjax.prefill import prefill
-from specjax.types import Cache, Drafter, DraftView, ModelFn, Proposal
+from specjax.types import Cache, Context, Drafter, DraftView, ModelFn, Proposal
 
 WINDOW = 2  # tokens per draft step
 
@@ -25,6 +26,7 @@ class _Block:
     drafts: Int[Array, "B K"]
     probs: Float[Array, "B K V"] | None
     finite: Bool[Array, " B"]
+    context: Context | None
 
 
 def model_drafter(model_fn: ModelFn, vocab_size: int, max_positions: int | None = None) -> Drafter:
@@ -55,12 +57,13 @@ def model_drafter(model_fn: ModelFn, vocab_size: int, max_positions: int | None 
             out = model_fn(params, block.newest, kv.rollback(block.cache, start), logits=count - 1 - start)
             assert out.logits is not None
             logits = out.logits[:, :vocab_size]
+            shaped = transforms.shape(logits, view.sampling, block.context)
             probs = block.probs
             if probs is None:
-                token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+                token = numerics.argmax(shaped)
             else:
-                q = s.distribution(logits[:, None], view.sampling)
-                token = s.draw(q.log_weights[:, 0], view.keys.place[:, i])
+                q = s.distribution(shaped[:, None], view.sampling)
+                token = s.draw(q.log_weights[:, 0], view.keys.place[:, i], few=q.few)
                 probs = lax.dynamic_update_slice(probs, q.probs, (0, i, 0))
             last = jnp.where(count == 1, block.newest[:, 0], block.newest[:, 1])
             return _Block(
@@ -69,6 +72,7 @@ def model_drafter(model_fn: ModelFn, vocab_size: int, max_positions: int | None 
                 drafts=lax.dynamic_update_slice(block.drafts, token[:, None], (0, i)),
                 probs=probs,
                 finite=block.finite & jnp.isfinite(jnp.max(logits, axis=-1)),
+                context=None if block.context is None else transforms.advance(view.sampling, block.context, token),
             )
 
         block = _Block(
@@ -77,6 +81,7 @@ def model_drafter(model_fn: ModelFn, vocab_size: int, max_positions: int | None 
             drafts=jnp.zeros((batch, gamma), jnp.int32),
             probs=None if greedy else jnp.zeros((batch, gamma, vocab_size), jnp.float32),
             finite=jnp.ones((batch,), jnp.bool_),
+            context=view.context,
         )
         block = lax.fori_loop(0, gamma, step, block)
         # Valid now: everything up to the token fed last.

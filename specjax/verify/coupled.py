@@ -7,7 +7,6 @@ while the two agree. So the text is that of plain decoding with the same noise, 
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -19,7 +18,7 @@ from specjax.verify.greedy import leading
 def verify(logits: Float[Array, "B K1 V"], proposal: Proposal, sampling: RowSampling, keys: RoundKeys) -> Verdict:
     """Decide one block; see ``specjax.types.Rule``."""
     target = s.distribution(logits, sampling)
-    drawn = jax.vmap(s.draw, in_axes=1, out_axes=1)(target.log_weights, keys.place)
+    drawn = s.draw(target.log_weights, keys.place, few=target.few)
     num_accepted = leading(proposal.tokens == drawn[:, :-1], proposal.num_drafted)
     return Verdict(num_accepted, jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0])
 

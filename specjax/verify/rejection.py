@@ -54,7 +54,7 @@ def extra_token(
         left = _residual(scaled, log_weights, proposal, num_accepted)
         log_weights = jnp.where(rejected[:, None], left, log_weights)
     purpose = jnp.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
-    return s.draw(log_weights, s.fold(keys.round, purpose))
+    return s.draw(log_weights, s.fold(keys.round, purpose), few=target.few)
 
 
 def _residual(p: jax.Array, log_weights: jax.Array, proposal: Proposal, place: jax.Array) -> jax.Array:
