@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from specjax import cache as kv
 from specjax.models import layers
+from specjax.models.attention import ATTENTION
 from specjax.models.config import DecoderConfig, LayerKind
 from specjax.models.moe import Mixture
 
@@ -20,6 +21,7 @@ class Attention(nn.Module):
     config: DecoderConfig
     kind: LayerKind
     dtype: jnp.dtype
+    attention: str
 
     @nn.compact
     def __call__(self, x, k, v, start, angles: Angles | None):
@@ -38,7 +40,7 @@ class Attention(nn.Module):
         k = kv.write(k, heads("k", c.num_kv_heads), start)
         v = kv.write(v, heads("v", c.num_kv_heads), start)
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
-        mixed = layers.attend(q, k, v, start, scale, self.kind.window, c.attention_cap)
+        mixed = ATTENTION[self.attention].attend(q, k, v, start, scale, self.kind.window, c.attention_cap)
         mixed = mixed.swapaxes(1, 2).reshape(*x.shape[:2], c.num_heads * c.head_dim)
         return layers.Linear(c.width, bias=c.out_bias, dtype=self.dtype, name="out")(mixed), k, v
 
@@ -68,6 +70,7 @@ class Block(nn.Module):
     config: DecoderConfig
     kind: LayerKind
     dtype: jnp.dtype
+    attention: str
 
     @nn.compact
     def __call__(self, x, k, v, start, angles: Angles | None):
@@ -79,7 +82,7 @@ class Block(nn.Module):
         def after(part: str, y: jax.Array) -> jax.Array:
             return y if c.norm_place == "before" else layers.NORMS[c.norm](c.norm_eps, name=f"{part}_post_norm")(y)
 
-        attention = Attention(c, self.kind, self.dtype, name="attention")
+        attention = Attention(c, self.kind, self.dtype, self.attention, name="attention")
         y, k, v = attention(before("attention", x), k, v, start, angles)
         x = x + after("attention", y)
         if self.kind.experts is None:

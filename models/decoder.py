@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import cache as kv
-from specjax.models import layers
+from specjax.models import layers, scan
 from specjax.models.blocks import Block
 from specjax.models.config import DecoderConfig, RopeConfig
 from specjax.types import Cache, ModelOutput, Params
@@ -22,6 +22,8 @@ class Decoder(nn.Module):
 
     config: DecoderConfig
     dtype: jnp.dtype = jnp.float32
+    attention: str = "chunks"
+    scan_layers: bool = False
 
     @nn.compact
     def __call__(
@@ -44,9 +46,16 @@ class Decoder(nn.Module):
                     *layers.rope_frequencies(rope, c.head_dim, c.max_positions), positions
                 )
         keys, values = list(cache.k), list(cache.v)
-        for i in range(c.num_layers):
-            block = Block(c, c.kind(i), self.dtype, name=f"layers_{i}")
-            x, keys[i], values[i] = block(x, keys[i], values[i], start, angles[c.rope_of(i)])
+        first, place = 0, 0
+        if self.scan_layers:
+            first, place = scan.num_stacked(c), scan.period(c)
+            stacks = self.get_variable("params", scan.STACK)
+            x, keys[:place], values[:place] = scan.run(
+                c, self.dtype, self.attention, stacks, x, keys[:place], values[:place], start, angles
+            )
+        for i in range(first, c.num_layers):
+            block, at = Block(c, c.kind(i), self.dtype, self.attention, name=f"layers_{i}"), place + i - first
+            x, keys[at], values[at] = block(x, keys[at], values[at], start, angles[c.rope_of(i)])
         cache = Cache(k=tuple(keys), v=tuple(values), length=start + num_new)
         head = embedding
         if not c.tied:
@@ -74,16 +83,20 @@ class DecoderFn:
         config: what it is made of.
         dtype: of the weights, "float32" or "bfloat16"; accumulation is float32 in both.
         cache_dtype: of keys and values.
+        attention: a name of ``specjax.models.attention.ATTENTION``.
+        scan_layers: the layers run in a loop, over parameters that ``specjax.models.scan.stack`` has stacked.
     """
 
     config: DecoderConfig
     dtype: str = "float32"
     cache_dtype: str = "float32"
+    attention: str = "chunks"
+    scan_layers: bool = False
 
     @property
     def module(self) -> Decoder:
         """The linen module."""
-        return Decoder(self.config, jnp.dtype(self.dtype))
+        return Decoder(self.config, jnp.dtype(self.dtype), self.attention, self.scan_layers)
 
     def __call__(
         self,
@@ -100,8 +113,12 @@ class DecoderFn:
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """Return an empty cache for ``batch`` rows of at least ``capacity`` positions."""
         c = self.config
+        if self.scan_layers:
+            return scan.init_cache(c, batch, capacity, jnp.dtype(self.cache_dtype))
         return kv.init(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, jnp.dtype(self.cache_dtype))
 
     def init_params(self, key: jax.Array) -> Mapping[str, Any]:
         """Return freshly initialised parameters."""
-        return self.module.init(key, jnp.zeros((1, 1), jnp.int32), self.init_cache(1, 1))["params"]
+        unrolled = dataclasses.replace(self, scan_layers=False)
+        params = unrolled.module.init(key, jnp.zeros((1, 1), jnp.int32), unrolled.init_cache(1, 1))["params"]
+        return scan.stack(self.config, params) if self.scan_layers else params

@@ -1,4 +1,4 @@
-"""Layers that families share: linear [out, in], RMSNorm, rotary embedding, attention over a chunked cache."""
+"""Layers that families share: linear [out, in], norms, rotary embedding."""
 
 from __future__ import annotations
 
@@ -11,14 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specjax import cache as kv
 from specjax.models.config import RopeConfig
 from specjax.numerics import row_mean
-
-NEGATIVE = -1e30  # finite, so that a wholly masked chunk gives no NaN
-# Where the running maximum starts: below every score, yet so far above NEGATIVE that exp of the difference is 0.
-# A chunk in which a row sees nothing therefore adds exactly nothing, also when it is the row's first.
-LOWEST = NEGATIVE / 2
 
 
 def precision_of(dtype) -> lax.Precision:
@@ -163,68 +157,3 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
         return jnp.concatenate([rotate(x[..., :turning], angles), x[..., turning:]], axis=-1)
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    start: jax.Array,
-    scale: float,
-    window: int | None = None,
-    cap: float | None = None,
-) -> jax.Array:
-    """Attend over the valid part of a cache, chunk by chunk, with a running softmax.
-
-    The trip count is traced, so the cost follows the longest valid length, not the capacity; with a window the loop
-    also begins where the shortest row's window does. A chunk that a row does not need changes no bit of its result
-    (a factor of 1 and a sum with 0).
-
-    Args:
-        q: [B, N, T, H] float32 queries at positions ``start + (0..T-1)``.
-        k, v: [B, G, S, H], with the entries of these T tokens already written; S is a multiple of CHUNK.
-        start: [B] int32.
-        scale: factor of the scores.
-        window: each query sees itself and ``window - 1`` positions before it; None: all before it.
-        cap: soft cap of the scores.
-
-    Returns:
-        [B, N, T, H] float32.
-    """
-    batch, heads, num_new, size = q.shape
-    groups = k.shape[1]
-    rows = heads // groups * num_new
-    q = (q * scale).reshape(batch, groups, rows, size).astype(k.dtype)
-    precision = precision_of(k.dtype)
-
-    def chunk(index, carry):
-        top, total, out = carry
-        first = index * kv.CHUNK
-        keys = lax.dynamic_slice_in_dim(k, first, kv.CHUNK, axis=2)
-        values = lax.dynamic_slice_in_dim(v, first, kv.CHUNK, axis=2)
-        scores = jnp.einsum(
-            "bgmh,bgch->bgmc", q, keys, precision=precision, preferred_element_type=jnp.float32
-        ).reshape(batch, groups, -1, num_new, kv.CHUNK)
-        scores = soft_cap(scores, cap)
-        seen = kv.visible(start, num_new, first, kv.CHUNK)[:, None, None]
-        if window is not None:
-            seen &= ~kv.visible(start - window, num_new, first, kv.CHUNK)[:, None, None]
-        scores = jnp.where(seen, scores, NEGATIVE).reshape(batch, groups, rows, kv.CHUNK)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
-        weights = jnp.exp(scores - new_top)
-        keep = jnp.exp(top - new_top)
-        mixed = jnp.einsum(
-            "bgmc,bgch->bgmh",
-            weights.astype(k.dtype),
-            values,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-        return new_top, total * keep + jnp.sum(weights, axis=-1, keepdims=True), out * keep + mixed
-
-    trips = (jnp.max(start) + num_new + kv.CHUNK - 1) // kv.CHUNK
-    column = jnp.zeros((batch, groups, rows, 1), jnp.float32)
-    carry = (column + LOWEST, column, jnp.zeros((batch, groups, rows, size), jnp.float32))
-    begin = 0 if window is None else jnp.maximum(jnp.min(start) - window + 1, 0) // kv.CHUNK
-    _, total, out = lax.fori_loop(begin, trips, chunk, carry)
-    return (out / total).reshape(batch, heads, num_new, size)

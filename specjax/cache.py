@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -29,16 +31,51 @@ def init(batch: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim
     return Cache(k=k, v=v, length=jnp.zeros((batch,), jnp.int32))
 
 
-def write(buffer: jax.Array, new: jax.Array, start: Int[Array, " B"]) -> jax.Array:
-    """Write ``new`` [B, G, T, H] into ``buffer`` [B, G, S, H] at each row's own ``start``.
+@flax.struct.dataclass
+class Layer:
+    """One layer's part of a buffer that holds several: what ``write`` and ``chunk`` take in the place of an array.
+
+    Attributes:
+        buffer: [B, L, G, S, H].
+        index: the layer, traced.
+    """
+
+    buffer: jax.Array
+    index: Int[Array, ""]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[B, G, S, H]."""
+        return self.buffer.shape[:1] + self.buffer.shape[2:]
+
+    @property
+    def dtype(self):
+        """Of the entries."""
+        return self.buffer.dtype
+
+
+def write(buffer: Any, new: jax.Array, start: Int[Array, " B"]) -> Any:
+    """Write ``new`` [B, G, T, H] into ``buffer``, an array [B, G, S, H] or a Layer, at each row's own ``start``.
 
     The caller allocates so that ``start + T <= S`` always holds: a start past that would be clamped by XLA and
     overwrite valid entries.
     """
     new = new.astype(buffer.dtype)
+    if isinstance(buffer, Layer):
+        put = jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n[None], (buffer.index, 0, s, 0)))
+        return replace(buffer, buffer=put(buffer.buffer, new, start))
     if buffer.shape[0] == 1:
         return jax.lax.dynamic_update_slice(buffer, new, (0, 0, start[0], 0))
     return jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n, (0, s, 0)))(buffer, new, start)
+
+
+def chunk(buffer: jax.Array | Layer, first: jax.Array | int, count: int) -> jax.Array:
+    """Return ``count`` positions of every row from ``first`` on: [B, G, count, H]."""
+    if isinstance(buffer, Layer):
+        batch, groups, _, size = buffer.shape
+        part = jax.lax.dynamic_slice(buffer.buffer, (0, buffer.index, 0, first, 0), (batch, 1, groups, count, size))
+        return part[:, 0]
+    return jax.lax.dynamic_slice_in_dim(buffer, first, count, axis=2)
 
 
 def rollback(cache: Cache, length: Int[Array, " B"]) -> Cache:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.resources
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import msgspec
@@ -14,12 +15,15 @@ from specjax import draft as sources
 from specjax import fit
 from specjax.checkpoint import Checkpoint, MissingCheckpoint, load_checkpoint
 from specjax.errors import CheckpointError, SpecjaxError, UsageError
+from specjax.models import scan
+from specjax.models.attention import refuse
 from specjax.models.decoder import DecoderFn
 from specjax.text import Tokenizer, load_tokenizer
 from specjax.types import Drafter, ModelFn, Params
 
 DEFAULT_PAIR = "smollm2"
 DEFAULT_DTYPE = "bfloat16"
+DEFAULT_ATTENTION = "chunks"
 SPECULATION_ON = "on"
 
 
@@ -98,6 +102,8 @@ def load(
     *,
     pair: str | Path | None = None,
     dtype: str = DEFAULT_DTYPE,
+    attention: str = DEFAULT_ATTENTION,
+    scan_layers: bool = False,
     require_draft: bool = False,
     progress: bool = False,
 ) -> Pair:
@@ -109,19 +115,23 @@ def load(
         pair: the name of a pair in ``specjax.configs``, or a .toml file like those; excludes ``target``. With neither,
             the default pair.
         dtype: of the weights, "bfloat16" or "float32"; accumulation is float32 in both.
+        attention: how attention is computed, a name of ``specjax.models.attention.ATTENTION``.
+        scan_layers: run alike layers in a loop: compile time does not grow with depth, steps on a CPU are slower.
         require_draft: raise when the draft cannot be used, instead of warning and decoding without it.
         progress: show downloads and conversions on standard error.
 
     Raises:
-        UsageError: an unknown name, both target and pair, or tokenizers that differ.
+        UsageError: an unknown name, both target and pair, tokenizers that differ, or an attention that the model or
+            the backend cannot have.
         CheckpointError: the target cannot be read (or the draft, under ``require_draft``).
 
     Example:
         pair = specjax.load(target="smollm2-135m", draft="ngram", dtype="float32")
     """
     names = names_of(target, draft, pair)
-    model = load_model(names.target, dtype=dtype, progress=progress)
-    return Pair(model, _load_draft(names.draft, model, dtype, require_draft, progress), names.gamma)
+    form: dict[str, Any] = {"dtype": dtype, "attention": attention, "scan_layers": scan_layers, "progress": progress}
+    model = load_model(names.target, **form)
+    return Pair(model, _load_draft(names.draft, model, require_draft, form), names.gamma)
 
 
 class PairConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -184,31 +194,47 @@ def read_pair(pair: str | Path) -> PairConfig:
     return msgspec.structs.replace(config, target=beside(config.target), draft=beside(config.draft))
 
 
-def load_model(where: str | Path, *, dtype: str = DEFAULT_DTYPE, progress: bool = False) -> Model:
-    """Load one model with its tokenizer.
+def load_model(
+    where: str | Path,
+    *,
+    dtype: str = DEFAULT_DTYPE,
+    attention: str = DEFAULT_ATTENTION,
+    scan_layers: bool = False,
+    progress: bool = False,
+) -> Model:
+    """Load one model with its tokenizer; arguments as in ``load``.
 
     Raises:
-        UsageError: an unknown name or dtype.
+        UsageError: an unknown name or dtype, or an attention that cannot be had.
         CheckpointError: it cannot be read.
     """
     checkpoint = load_checkpoint(where, dtype=dtype, progress=progress)
-    return model_of(checkpoint, load_tokenizer(checkpoint.folder), dtype)
+    return model_of(checkpoint, load_tokenizer(checkpoint.folder), dtype, attention, scan_layers)
 
 
-def model_of(checkpoint: Checkpoint, tokenizer: Tokenizer | None, dtype: str) -> Model:
+def model_of(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    dtype: str,
+    attention: str = DEFAULT_ATTENTION,
+    scan_layers: bool = False,
+) -> Model:
     """Return a checkpoint as a Model.
 
     Raises:
+        UsageError: the model, or this backend, cannot have that attention.
         CheckpointError: the tokenizer has ids that the model has no embedding for.
     """
     rows = checkpoint.config.vocab_size
     fit.refuse_too_many_ids(checkpoint.name, tokenizer, rows)
+    if reason := refuse(attention, checkpoint.config, jax.default_backend()):
+        raise UsageError(f"{checkpoint.name}: {reason}")
     # bfloat16 buffers are rewritten whole at each step by the CPU backend of jax < 0.11.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else dtype
     return Model(
         name=checkpoint.name,
-        fn=DecoderFn(checkpoint.config, dtype, cache_dtype),
-        params=checkpoint.params,
+        fn=DecoderFn(checkpoint.config, dtype, cache_dtype, attention, scan_layers),
+        params=scan.stack(checkpoint.config, checkpoint.params) if scan_layers else checkpoint.params,
         tokenizer=tokenizer,
         vocab_size=rows if tokenizer is None else tokenizer.vocab_size,
         max_positions=checkpoint.config.max_positions,
@@ -218,13 +244,13 @@ def model_of(checkpoint: Checkpoint, tokenizer: Tokenizer | None, dtype: str) ->
     )
 
 
-def _load_draft(where: str | Path, target: Model, dtype: str, require: bool, progress: bool) -> Draft:
+def _load_draft(where: str | Path, target: Model, require: bool, form: dict[str, Any]) -> Draft:
     if str(where) == "none":
         return no_draft()
     if str(where) == "ngram":
         return Draft("ngram", sources.ngram_drafter(), {})
     try:
-        model = load_model(where, dtype=dtype, progress=progress)
+        model = load_model(where, **form)
     except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError) as error:
         missing = isinstance(error, MissingCheckpoint)
         return unusable(where, f"{'missing' if missing else 'cannot be loaded'}: {first_line(error)}", require)

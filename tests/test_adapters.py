@@ -17,7 +17,7 @@ from specjax import cache as kv
 from specjax.checkpoint import adapters, load_folder
 from specjax.draft import model_drafter, ngram_drafter, no_drafter
 from specjax.errors import CheckpointError
-from specjax.models import layers
+from specjax.models import attention
 from specjax.models.decoder import DecoderFn
 from specjax.types import Cache, ModelFn, ModelOutput
 from specjax.verify import RULES
@@ -39,7 +39,7 @@ class Layer(nnx.Module):
         x = x * (1 + turn[..., None])
         heads = [y(x).reshape(*tokens.shape, N, H).swapaxes(1, 2) for y in (self.q, self.k, self.v)]
         k, v = kv.write(cache.k[0], heads[1], cache.length), kv.write(cache.v[0], heads[2], cache.length)
-        mixed = layers.attend(heads[0], k, v, cache.length, H**-0.5)
+        mixed = attention.chunks(heads[0], k, v, cache.length, H**-0.5)
         x = x + self.out(mixed.swapaxes(1, 2).reshape(*tokens.shape, D))
         x = x + self.down(nnx.gelu(self.up(x)))
         return self.head(x), Cache((k,), (v,), cache.length + tokens.shape[1])

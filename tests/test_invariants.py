@@ -48,6 +48,18 @@ def test_nothing_calls_back_to_the_host(stage):
         assert not re.search(rf"\b\w*{word}\w*\b", text), word
 
 
+def test_the_loop_exports_for_every_platform_without_a_callback():
+    """Lowered for cpu, cuda and tpu at once, from shapes alone."""
+    program, params, state = parts()
+    shapes = jax.eval_shape(lambda *given: given, params, state, np.int32(3))
+    exported = jax.export.export(program._decode, platforms=("cpu", "cuda", "tpu"))(*shapes)
+    assert exported.platforms == ("cpu", "cuda", "tpu")
+    text = re.sub(r"loc\(.*", "", exported.mlir_module())  # places in the source name our functions
+    assert "stablehlo.while" in text
+    assert set(re.findall(r"custom_call @(\w+)", text)) <= {"Sharding", "annotate_device_placement"}
+    assert not re.search("callback|infeed|outfeed|stablehlo.send|stablehlo.recv", text)
+
+
 @pytest.mark.parametrize("stage", ["decode", "insert"])
 def test_weights_are_arguments_not_constants(stage):
     """Case 77: what is written out is small (places, rotary frequencies), and the weights come in as arguments."""

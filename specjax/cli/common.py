@@ -43,21 +43,26 @@ class PairOptions(Common):
     """Options that say which models to use, and how they are read."""
 
     target: Annotated[str | None, unset("WHERE")] = None
-    """The model that decides: a folder in Hugging Face layout, a .gguf file, a name that 'specjax fetch' knows, or
-    a hub id (default: that of the pair)."""
+    """The model that decides: a folder in Hugging Face layout or of Orbax, a .gguf file, a name that 'specjax fetch'
+    knows, or a hub id (default: that of the pair)."""
     draft: Annotated[str | None, unset("WHERE|ngram|none")] = None
     """The draft: a model as above, ngram, or none for plain decoding (default: that of the pair, else ngram)."""
     pair: Annotated[str | None, unset("NAME|FILE.toml")] = None
     """A target and its draft by name, or from a file (default without --target: smollm2)."""
     dtype: Dtype = "bfloat16"
     """Of the weights; sums are float32 in both."""
+    attention: Annotated[str, arg(metavar="chunks|dot_product")] = "chunks"
+    """How attention is computed: over the valid part of the cache, or at once over all of it."""
+
+    scan_layers: bool = False
+    """Run alike layers in a loop: a deep model compiles as fast as a shallow one (steps on a CPU are slower)."""
 
     def load(self, *, require_draft: bool) -> Pair:
         """Load the target and its draft; say on standard error what is fetched or converted."""
         from specjax.pair import load
 
-        return load(self.target, self.draft, pair=self.pair, dtype=self.dtype, require_draft=require_draft,
-                    progress=True)  # fmt: skip
+        return load(self.target, self.draft, pair=self.pair, dtype=self.dtype, attention=self.attention,
+                    scan_layers=self.scan_layers, require_draft=require_draft, progress=True)  # fmt: skip
 
 
 def prepare_jax() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specjax import cache as kv
-from specjax.models import layers
+from specjax.models import attention, layers
 from specjax.models.config import RopeConfig
 
 LLAMA3 = RopeConfig(
@@ -137,7 +137,7 @@ def test_attention_over_chunks_is_a_softmax_over_what_is_seen(heads):
     k, v = (rng.normal(size=(4, heads[1], 3 * kv.CHUNK, size)).astype(np.float32) for _ in range(2))
     for row, first in enumerate(start + num_new):
         k[row, :, first:], v[row, :, first:] = 1e3, -1e6
-    found = jax.jit(layers.attend)(q, k, v, jnp.asarray(start, jnp.int32), 0.5)
+    found = jax.jit(attention.chunks)(q, k, v, jnp.asarray(start, jnp.int32), 0.5)
     np.testing.assert_allclose(found, softmax_attention(q, k, v, start, 0.5), atol=2e-6)
 
 
@@ -146,7 +146,7 @@ def test_a_longer_mate_and_a_larger_cache_change_no_bit():
     rng = np.random.default_rng(2)
     q = rng.normal(size=(2, 4, 3, 8)).astype(np.float32)
     k, v = (rng.normal(size=(2, 2, 2 * kv.CHUNK, 8)).astype(np.float32) for _ in range(2))
-    attend = jax.jit(layers.attend)
+    attend = jax.jit(attention.chunks)
     with_long_mate = attend(q, k, v, jnp.asarray([50, 200], jnp.int32), 0.3)
     with_short_mate = attend(q, k, v, jnp.asarray([50, 2], jnp.int32), 0.3)
     grown = [np.pad(x, ((0, 0), (0, 0), (0, 6 * kv.CHUNK), (0, 0)), constant_values=7.0) for x in (k, v)]

@@ -11,9 +11,9 @@ import pytest
 import tiny as t
 
 from specjax import cache as kv
-from specjax.models import layers
+from specjax.models import attention
 
-attend = jax.jit(layers.attend, static_argnames=("scale", "window", "cap"))
+attend = jax.jit(attention.chunks, static_argnames=("scale", "window", "cap"))
 
 
 def windowed(q, k, v, start, scale, window, cap=None):
