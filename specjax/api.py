@@ -15,6 +15,7 @@ from specjax.generate import Program
 from specjax.pair import SPECULATION_ON, Pair, first_line, unusable
 from specjax.requests import Job, Options, Refused, as_rows, check, default_width, effective_gamma, jobs_of
 from specjax.rows import BadRow, Row
+from specjax.sampling import features_of
 from specjax.text import StopFinder
 from specjax.types import Finish, Status
 from specjax.verify import RULES, rule_for
@@ -32,6 +33,8 @@ class Output:
         finish_reason: "eos", "stop", "length" or "error".
         stats: see ``specjax.stats.row_stats``.
         logprobs: natural logs under the target's raw softmax, one per id, or None when not asked for.
+        sampled_logprobs: the same as sampled, after all transforms.
+        top_logprobs: per id the N most probable tokens under the raw softmax, ``[id, logprob]`` each, or None.
         error: what went wrong, or None.
     """
 
@@ -42,6 +45,8 @@ class Output:
     finish_reason: str
     stats: dict[str, Any]
     logprobs: list[float] | None = None
+    sampled_logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
     error: str | None = None
 
 
@@ -141,7 +146,7 @@ class _Call:
         """Run jobs through one engine until all are finished."""
         options, target = self.options, self.pair.target
         rule = rule_for(options.rule)
-        if rule.lossless and all(job.prompt.sampling.temperature == 0 for job in jobs):
+        if rule.lossless and all(job.prompt.sampling.greedy for job in jobs):
             rule = RULES["greedy"]
         gamma = self._gamma()
         program = compiled(
@@ -152,7 +157,9 @@ class _Call:
             vocab_size=target.vocab_size,
             width=options.width or default_width(gamma, target.dtype),
             check=options.check,
-            logprobs=options.logprobs,
+            logprobs=options.logprobs or options.top_logprobs > 0,
+            top_logprobs=options.top_logprobs,
+            features=features_of((job.prompt.sampling for job in jobs), options.constraint),
             num_eos=max(4, max(len(job.prompt.eos) for job in jobs)),
         )
         engine = Engine(
@@ -178,19 +185,22 @@ class _Call:
         if tokenizer is None or not (job.stops or self.on_text):
             return None
         show = functools.partial(self.on_text, job.row.id) if self.on_text else None
-        watch = _Watch(StopFinder(job.stops, tokenizer.stream()), frozenset(job.prompt.eos), show)
+        least = job.prompt.sampling.min_new_tokens
+        watch = _Watch(StopFinder(job.stops, tokenizer.stream(), least=least), frozenset(job.prompt.eos), show)
         self.watches[job.index] = watch
         return watch
 
     def _output(self, job: Job, result: Result, gamma: int) -> Output:
-        if broken := result.status & ~(Status.TARGET_NOT_FINITE | Status.DRAFT_NOT_FINITE):
+        if broken := result.status & ~_FAULTS:
             raise AssertionError(f"Row {job.row.id!r}: an invariant is broken: {broken!r}. Please report it.")
         ids = result.ids.tolist()
         speculation = self._speculation()
         if not result.draft_on and speculation == SPECULATION_ON:
             speculation = self._draft_not_finite()
         error = None
-        if result.finish == Finish.ERROR:
+        if result.status & Status.NOTHING_ALLOWED:
+            error = f"No token is allowed at new token {len(ids) + 1}: loosen bans, allow-list or constraint."
+        elif result.finish == Finish.ERROR:
             error = f"The target's logits are not finite at new token {len(ids) + 1}: check its weights and dtype."
         counted = stats.row_stats(result.place, result.accepted, result.drafted, speculation=speculation, gamma=gamma)
         if not rule_for(self.options.rule).lossless:
@@ -202,7 +212,9 @@ class _Call:
             ids=ids,
             finish_reason="stop" if result.finish == Finish.CANCELLED else result.finish.name.lower(),
             stats=counted,
-            logprobs=None if result.logprobs is None else [float(x) for x in result.logprobs],
+            logprobs=None if result.logprobs is None else result.logprobs.tolist(),
+            sampled_logprobs=None if result.sampled_logprobs is None else result.sampled_logprobs.tolist(),
+            top_logprobs=_top(result),
             error=error,
         )
 
@@ -227,6 +239,17 @@ class _Call:
         self.outputs[index] = output
         if self.on_output:
             self.on_output(output)
+
+
+# What a row can have without a fault of ours.
+_FAULTS = Status.TARGET_NOT_FINITE | Status.DRAFT_NOT_FINITE | Status.NOTHING_ALLOWED
+
+
+def _top(result: Result) -> list[list[tuple[int, float]]] | None:
+    if result.top_ids is None or result.top_logprobs is None:
+        return None
+    pairs = zip(result.top_ids.tolist(), result.top_logprobs.tolist(), strict=True)
+    return [list(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
 
 
 # Programs are kept for the process: a second call with the same parts compiles nothing.

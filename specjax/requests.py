@@ -11,12 +11,17 @@ from specjax.generate import MAX_GAMMA, Prompt
 from specjax.pair import Draft, Model, Pair
 from specjax.rows import BadRow, Row, refuse_duplicates
 from specjax.sampling import GREEDY, SamplingParams, row_key
-from specjax.types import Rule
+from specjax.types import Constraint, Rule
 from specjax.verify import rule_for
 
 DEFAULT_GAMMA = 4
 DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_BATCH_SIZE = 8
+MAX_TOP_LOGPROBS = 64
+_HOT = "temperature is {0.temperature}, the draft's {0.draft.temperature}, but rule greedy serves temperature 0 only."
+# Settings that a row may have of its own; the names are those of SamplingParams.
+_OWN = ("min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "logit_bias", "ban", "allow")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Options:
 
     Attributes:
         sampling: how rows sample that say nothing themselves.
+        ban_sequence: texts that are never completed, spelled by their own tokens with or without a space in front.
+        constraint: a pure function that says which token may come next, for every row (``specjax.constraint``).
         gamma: drafted tokens per round (default: the pair's, else 4; without a draft always 0).
         width: rows of every target step, for bit-exact results across drafts, gammas and batches.
         rule: the name of a rule, or a ``Rule``; whatever it is, rows at temperature 0 are greedy.
@@ -34,7 +41,8 @@ class Options:
         stop: strings that end a row.
         seed: of the random draws.
         samples: rows drawn per prompt.
-        logprobs: keep log-probabilities.
+        logprobs: keep each token's log-probability, raw and as sampled.
+        top_logprobs: N, those of the N most probable tokens too, up to 64; it implies ``logprobs``.
         batch_size: rows at once.
         cache_length: the most tokens of prompt and output together (default: the model's context).
         raw: no chat template for texts.
@@ -47,6 +55,8 @@ class Options:
     """
 
     sampling: SamplingParams = GREEDY
+    ban_sequence: Sequence[str] = ()
+    constraint: Constraint | None = None
     gamma: int | None = None
     width: int | None = None
     rule: str | Rule = "rejection"
@@ -57,6 +67,7 @@ class Options:
     seed: int = 0
     samples: int = 1
     logprobs: bool = False
+    top_logprobs: int = 0
     batch_size: int = DEFAULT_BATCH_SIZE
     cache_length: int | None = None
     raw: bool = False
@@ -67,16 +78,21 @@ class Options:
     def __post_init__(self):
         if self.gamma is not None and not 0 <= self.gamma <= MAX_GAMMA:
             raise UsageError(f"gamma is {self.gamma}; expected 0..{MAX_GAMMA}.")
-        least = {"max_new_tokens": 0, "samples": 1, "batch_size": 1, "chunk": 1, "width": 1, "cache_length": 1}
+        least = {"max_new_tokens": 0, "samples": 1, "batch_size": 1, "chunk": 1, "width": 1, "cache_length": 1,
+                 "top_logprobs": 0}  # fmt: skip
         for name, lowest in least.items():
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise UsageError(f"{name} is {value}; expected at least {lowest}.")
+        if self.top_logprobs > MAX_TOP_LOGPROBS:
+            raise UsageError(f"top_logprobs is {self.top_logprobs}; expected at most {MAX_TOP_LOGPROBS}.")
+        if "" in self.ban_sequence:
+            raise UsageError("ban_sequence has an empty text; expected at least one character.")
         if wrong := [stop for stop in self.stop if not stop or "\ufffd" in stop]:
             raise UsageError(f"stop has {wrong[0]!r}; expected text that is not empty and without U+FFFD.")
         rule = rule_for(self.rule)
-        if self.sampling.temperature > 0 and rule.greedy:
-            raise UsageError(f"temperature is {self.sampling.temperature}, but rule greedy serves temperature 0 only.")
+        if rule.greedy and not self.sampling.greedy:
+            raise UsageError(_HOT.format(self.sampling))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +139,12 @@ def check(pair: Pair, options: Options) -> None:
         )
     if wrong := _outside(options.eos or (), target):
         raise UsageError(f"eos has {wrong[0]}; expected ids in 0..{target.vocab_size - 1}.")
+    if wrong := _outside(options.sampling.ids, target):
+        raise UsageError(f"A bias, ban or allow-list has {wrong[0]}; expected ids in 0..{target.vocab_size - 1}.")
+    if options.ban_sequence and target.tokenizer is None:
+        raise UsageError("ban_sequence needs a tokenizer, and the model's folder has none: ban_sequences takes ids.")
+    if pair.draft.name == "ngram" and options.sampling.draft != options.sampling:
+        raise UsageError("draft_temperature, draft_top_k and draft_top_p are for a draft model; ngram draws nothing.")
 
 
 def effective_gamma(pair: Pair, draft: Draft, gamma: int | None) -> int:
@@ -165,6 +187,7 @@ def as_rows(prompts: Any, target: Model, *, raw: bool = False) -> list[Row | Bad
 def jobs_of(rows: Sequence[Row | BadRow], target: Model, options: Options) -> Iterator[Job | Refused]:
     """Yield each row and sample, in order: ready, or refused with the reason."""
     index = 0
+    options = _spelled(options, target)
     for row in rows:
         prompt, stops, reason = None, (), ""
         try:
@@ -183,6 +206,22 @@ def jobs_of(rows: Sequence[Row | BadRow], target: Model, options: Options) -> It
             index += 1
 
 
+def _spelled(options: Options, target: Model) -> Options:
+    """Return the options with the texts of banned sequences as ids.
+
+    Raises:
+        UsageError: a text that is not valid Unicode.
+    """
+    if target.tokenizer is None:
+        return options
+    try:
+        spelled = [ids for text in options.ban_sequence for ids in target.tokenizer.spellings(text)]
+    except RowError as error:
+        raise UsageError(f"ban_sequence: {error}") from error
+    sampling = dataclasses.replace(options.sampling, ban_sequences=[*options.sampling.ban_sequences, *spelled])
+    return dataclasses.replace(options, sampling=sampling)
+
+
 def _prompt(row: Row, target: Model, options: Options) -> Prompt:
     ids = prompt_ids(row, target)
     longest = options.cache_length or target.max_positions
@@ -195,15 +234,22 @@ def _prompt(row: Row, target: Model, options: Options) -> Prompt:
     eos = target.eos_ids if options.eos is None else options.eos
     if row.eos is not None and (wrong := _outside(row.eos, target)):
         raise RowError(f"eos has {wrong[0]}; expected ids in 0..{target.vocab_size - 1}.")
-    temperature = options.sampling.temperature if row.temperature is None else row.temperature
-    if temperature > 0 and rule_for(options.rule).greedy:
-        raise RowError(f"temperature is {temperature}, but rule greedy serves temperature 0 only.")
+    own = {name: getattr(row, name) for name in _OWN}
+    sampling = dataclasses.replace(options.sampling, **{k: value for k, value in own.items() if value is not None})
+    if rule_for(options.rule).greedy and not sampling.greedy:
+        raise RowError(_HOT.format(sampling))
+    if wrong := _outside(sampling.ids, target):
+        raise RowError(f"A bias, ban or allow-list has {wrong[0]}; expected ids in 0..{target.vocab_size - 1}.")
+    if sampling.min_new_tokens > new:
+        raise RowError(
+            f"min_new_tokens is {sampling.min_new_tokens}, max_new_tokens {new}: lower the one, raise the other."
+        )
     return Prompt(
         ids=ids,
         limit=min(len(ids) + new, longest),
         eos=() if options.ignore_eos else tuple(dict.fromkeys(eos if row.eos is None else row.eos)),
         key=row_key(0, row.id),
-        sampling=SamplingParams(temperature=temperature),
+        sampling=sampling,
     )
 
 

@@ -28,7 +28,8 @@ class Row:
         prompt_ids: ids, taken as they are.
         messages: a chat; what a message may hold is checked by ``Tokenizer.encode_chat``.
         max_new_tokens: at least 0.
-        temperature: at least 0 and finite.
+        min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
+            logit_bias, ban, allow: as ``specjax.SamplingParams`` has them, which also knows their ranges.
         eos: ids that end the row; empty means that none does.
         stop: stop strings.
         seed: 0 to 2**32 - 1.
@@ -40,7 +41,17 @@ class Row:
     prompt_ids: Sequence[int] | None = None
     messages: list[Any] | None = None
     max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
     temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    ban: Sequence[int] | None = None
+    allow: Sequence[int] | None = None
     eos: Sequence[int] | None = None
     stop: Sequence[str] | None = None
     seed: int | None = None
@@ -216,9 +227,6 @@ def _id(value: Any) -> int | str:
 
 
 def _row(record: dict[str, Any], row_id: int | str, line: int) -> Row:
-    for name in record:
-        if name in NOT_SERVED:
-            raise RowError(f"{name} is not served by this version for single rows: leave it out.")
     checks = {**PROMPTS, **SETTINGS}
     _refuse_unknown(record, checks)
     prompts = [name for name in PROMPTS if name in record]
@@ -266,13 +274,30 @@ def _messages(name: str, value: Any) -> list[Any]:
     return value
 
 
-def _temperature(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise RowError(f"{name} must be a finite number of at least 0, got {_short(value)}.")
+def _number(name: str, value: Any, least: float = -math.inf) -> float:
+    expected = "a finite number" + (f" of at least {least:g}" if least > -math.inf else "")
+    wrong = RowError(f"{name} must be {expected}, got {_short(value)}.")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < math.inf:
+        raise wrong
     try:
-        return float(value)
+        number = float(value)
     except OverflowError as error:
-        raise RowError(f"{name} must be a finite number of at least 0, got {_short(value)}.") from error
+        raise wrong from error
+    if math.isinf(number):
+        raise wrong
+    return number
+
+
+def _bias(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise RowError(f"{name} must be an object of token ids and numbers, got {_short(value)}.")
+    bias = {}
+    for key, number in value.items():
+        text = str(key)
+        if isinstance(key, bool) or not (text.isascii() and text.isdigit()):
+            raise RowError(f"{name} has the key {_short(key)}; expected token ids.")
+        bias[_int(name, int(text), _MAX_ID)] = _number(f"{name}[{text}]", number)
+    return bias
 
 
 def _eos(name: str, value: Any) -> tuple[int, ...]:
@@ -299,13 +324,18 @@ def _short(value: Any) -> str:
 PROMPTS: dict[str, Callable[[str, Any], Any]] = {"prompt": _text, "prompt_ids": _ids, "messages": _messages}
 SETTINGS: dict[str, Callable[[str, Any], Any]] = {
     "max_new_tokens": lambda name, value: _int(name, value, _MAX_ID),
-    "temperature": _temperature,
+    "min_new_tokens": lambda name, value: _int(name, value, _MAX_ID),
+    "temperature": lambda name, value: _number(name, value, least=0),
+    "top_k": lambda name, value: _int(name, value, _MAX_ID),
+    "top_p": _number,
+    "min_p": _number,
+    "repetition_penalty": _number,
+    "presence_penalty": _number,
+    "frequency_penalty": _number,
+    "logit_bias": _bias,
+    "ban": _ids,
+    "allow": _ids,
     "eos": _eos,
     "stop": _stop,
     "seed": lambda name, value: _int(name, value, _MAX_SEED),
 }
-# Names that later versions serve: to move one, give it a check in SETTINGS and a field in Row.
-NOT_SERVED = frozenset(
-    ("min_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-     "logit_bias", "ban", "allow")
-)  # fmt: skip

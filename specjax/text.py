@@ -72,6 +72,15 @@ class Tokenizer:
             return self._ids(text, special=False)
         return ids
 
+    def spellings(self, text: str) -> list[list[int]]:
+        """Return the ids of a text inside another: as it stands and after a space, without special tokens.
+
+        Raises:
+            RowError: the text is not valid Unicode (a lone surrogate).
+        """
+        found = [self._ids(text, special=False), self._ids(f" {text}", special=False)]
+        return [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Return the ids of a chat up to the assistant's turn; a BOS comes from the template alone.
 

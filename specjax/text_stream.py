@@ -236,6 +236,7 @@ class StopFinder:
     Args:
         stops: stop strings, none of them empty.
         decoder: a fresh stream of the tokenizer.
+        least: ids before the first of which can complete a stop; what they complete is text like any other.
 
     Attributes:
         stop: the stop string found, or None.
@@ -247,12 +248,13 @@ class StopFinder:
         ValueError: a stop string is empty or holds U+FFFD, which stands for broken bytes.
     """
 
-    def __init__(self, stops: Sequence[str], decoder: StreamDecoder) -> None:
+    def __init__(self, stops: Sequence[str], decoder: StreamDecoder, *, least: int = 0) -> None:
         for stop in stops:
             if not stop or "\ufffd" in stop:
                 raise ValueError(f"Got stop string {stop!r}, expected text without U+FFFD, not empty.")
         self._stops = list(stops)
         self._decoder = decoder
+        self._least = least
         self._held = ""
         self._count = 0
         self.text = ""
@@ -283,7 +285,7 @@ class StopFinder:
     def _step(self, token_id: int) -> str:
         self._held += self._decoder.push([token_id])
         self._count += 1
-        seen = self._held + self._decoder.tail if self._stops else ""
+        seen = self._held + self._decoder.tail if self._stops and self._count > self._least else ""
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := seen.find(stop)) >= 0]
         if found:
             _, start, self.stop = min(found)

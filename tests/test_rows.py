@@ -12,7 +12,6 @@ import pytest
 
 from specjax.errors import UsageError
 from specjax.rows import (
-    NOT_SERVED,
     SETTINGS,
     BadRow,
     Row,
@@ -99,6 +98,12 @@ def test_an_empty_file_has_no_rows():
         ({"prompt": "a", "eos": [1, -2]}, "eos[1] must be an integer"),
         ({"prompt": "a", "stop": ""}, "stop must be text that is not empty"),
         ({"prompt": "a", "stop": ["a", 1]}, "stop must be text, got 1."),
+        ({"prompt": "a", "top_p": "0.9"}, 'top_p must be a finite number, got "0.9".'),
+        ({"prompt": "a", "top_k": -1}, "top_k must be an integer from 0 to"),
+        ({"prompt": "a", "logit_bias": [1]}, "logit_bias must be an object of token ids and numbers"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, 'logit_bias has the key "x"; expected token ids.'),
+        ({"prompt": "a", "logit_bias": {"1": None}}, "logit_bias[1] must be a finite number, got null."),
+        ({"prompt": "a", "allow": [1, -1]}, "allow[1] must be an integer"),
         ({"prompt": "a", "seed": -1}, "seed must be an integer from 0 to 4294967295, got -1."),
         ({"prompt": "a", "seed": 2**32}, "seed must be an integer"),
         ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", "not JSON that can be read"),
@@ -119,16 +124,8 @@ def test_the_id_of_a_bad_row_is_kept_where_it_is_known():
     assert one({"id": [1], "prompt": "a"}).id is None
 
 
-@pytest.mark.parametrize("name", sorted(NOT_SERVED))
-def test_names_of_later_versions_are_refused_as_such(name):
-    row = one({"prompt": "a", name: 1})
-    assert row.message == f"line 1: {name} is not served by this version for single rows: leave it out."
-
-
-def test_every_setting_is_a_field_and_no_name_is_in_both_tables():
-    fields = set(Row.__dataclass_fields__)
-    assert set(SETTINGS) <= fields
-    assert not NOT_SERVED & fields
+def test_every_setting_is_a_field():
+    assert set(SETTINGS) <= set(Row.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(

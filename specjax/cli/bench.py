@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from specjax.cli.common import PairOptions, flat, note, number, prepare_jax, progress_bar, sampling_for, unset
+from specjax.cli.common import PairOptions, flat, note, number, prepare_jax, progress_bar, unset
+from specjax.cli.sampling_options import SAMPLING_NAMES, SamplingOptions
 from specjax.errors import UsageError
 from specjax.outputs import RowWriter
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_SETTINGS = ("target", "draft", "pair", "prompts_file", "limit", "max_new_tokens", "temperature", "dtype", "width",
-             "repeats", "ignore_eos", "batch_size", "seed")  # fmt: skip
+_SETTINGS = ("target", "draft", "pair", "prompts_file", "limit", "max_new_tokens", "dtype", "width", "repeats",
+             "ignore_eos", "batch_size", "seed", *SAMPLING_NAMES)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bench(PairOptions):
+class Bench(SamplingOptions, PairOptions):
     """Measure plain against speculative decoding, in turns, and print a table.
 
     A draft that cannot be used, or a prompt that fails, is an error here.
@@ -38,8 +39,6 @@ class Bench(PairOptions):
     """Pairs of timed runs, after one of each that compiles."""
     max_new_tokens: Annotated[int, arg(metavar="N")] = 128
     """The most tokens to generate per prompt."""
-    temperature: Annotated[float, arg(metavar="F")] = 0.0
-    """0 takes the likeliest token each time."""
     ignore_eos: bool = False
     """Go on past the model's end of text."""
     width: Annotated[int | None, unset("N")] = None
@@ -74,7 +73,7 @@ class Bench(PairOptions):
         from specjax import __version__
         from specjax.bench import bench, from_texts, read_prompts
 
-        sampling = sampling_for(self.temperature)
+        sampling = self.sampling()
         gammas = flat("--gamma", self.gamma)
         began = time.perf_counter()
         pair = self.load(require_draft=True)
@@ -91,6 +90,7 @@ class Bench(PairOptions):
                 repeats=self.repeats,
                 on_run=lambda words: update(0, words),
                 sampling=sampling,
+                ban_sequence=flat("--ban-sequence", self.ban_sequence),
                 max_new_tokens=self.max_new_tokens,
                 ignore_eos=self.ignore_eos,
                 width=self.width,

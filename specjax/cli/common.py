@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import UseAppendAction, arg
 
-from specjax.errors import RowError, UsageError
+from specjax.errors import UsageError
 
 if TYPE_CHECKING:
     from specjax.api import Output
     from specjax.pair import Pair
-    from specjax.sampling import SamplingParams
 
 Dtype = Literal["float32", "bfloat16"]
 # Options that are given several times, with several values each.
@@ -86,20 +85,6 @@ def flat(option: str, given: Sequence[Sequence[Any]]) -> list[Any]:
     if not all(given):
         raise UsageError(f"{option} needs a value.")
     return [value for values in given for value in values]
-
-
-def sampling_for(temperature: float) -> SamplingParams:
-    """Return sampling settings from options.
-
-    Raises:
-        UsageError: a value out of range.
-    """
-    from specjax.sampling import SamplingParams
-
-    try:
-        return SamplingParams(temperature=temperature)
-    except RowError as error:
-        raise UsageError(str(error)) from error
 
 
 def note(line: str) -> None:

@@ -17,10 +17,10 @@ from specjax.cli.common import (
     note,
     prepare_jax,
     progress_bar,
-    sampling_for,
     summary,
     unset,
 )
+from specjax.cli.sampling_options import SamplingOptions
 from specjax.errors import UsageError
 from specjax.outputs import RowWriter, result_row
 from specjax.rows import read_rows
@@ -34,7 +34,7 @@ _COMPARED_RUNS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate(PairOptions):
+class Generate(SamplingOptions, PairOptions):
     """Generate text, speculatively, with exactly the target's distribution.
 
     Prompts as arguments are shown as text, one after another; with --output, and from --input, rows are written.
@@ -61,8 +61,6 @@ class Generate(PairOptions):
     """How drafts are accepted; under rejection, rows at temperature 0 are greedy."""
     max_new_tokens: Annotated[int, arg(metavar="N")] = 128
     """The most tokens to generate per row."""
-    temperature: Annotated[float, arg(metavar="F")] = 0.0
-    """0 takes the likeliest token each time."""
     stop: Texts = ()
     """End a row at any of these strings, which the text leaves out."""
     eos: Ids = ()
@@ -74,7 +72,9 @@ class Generate(PairOptions):
     samples: Annotated[int, arg(metavar="N")] = 1
     """Rows to draw for each prompt."""
     logprobs: bool = False
-    """Write each token's log-probability under the target."""
+    """Write each token's log-probability under the target, raw and as sampled."""
+    top_logprobs: Annotated[int, arg(metavar="N")] = 0
+    """And those of the N likeliest tokens, up to 64."""
     batch_size: Annotated[int | None, unset("N")] = None
     """Rows at once (default: 8; 1 where text is shown)."""
     cache_length: Annotated[int | None, unset("N")] = None
@@ -108,6 +108,8 @@ class Generate(PairOptions):
             (self.compare and not shown, "--compare is for PROMPT shown as text; specjax bench measures rows."),
             (self.compare and self.draft == "none", "got --compare and --draft none: nothing to compare."),
             (shown and self.logprobs, "--logprobs is written in rows: add --output FILE (or - )."),
+            (shown and self.top_logprobs, "--top-logprobs is written in rows: add --output FILE (or - )."),
+            (self.draft == "none" and self.draft_settings, "draft settings with --draft none: leave them out."),
             (shown and self.batch_size not in (None, 1),
              "prompts shown as text run one at a time: add --output FILE (or - ) for --batch-size."),
         )  # fmt: skip
@@ -123,11 +125,12 @@ class Generate(PairOptions):
         """
         from specjax.requests import Options
 
-        names = ("gamma", "width", "max_new_tokens", "ignore_eos", "seed", "samples", "logprobs", "cache_length",
-                 "raw", "check", "require_draft")  # fmt: skip
+        names = ("gamma", "width", "max_new_tokens", "ignore_eos", "seed", "samples", "logprobs", "top_logprobs",
+                 "cache_length", "raw", "check", "require_draft")  # fmt: skip
         options = {name: getattr(self, name) for name in names}
         options |= {
-            "sampling": sampling_for(self.temperature),
+            "sampling": self.sampling(),
+            "ban_sequence": flat("--ban-sequence", self.ban_sequence),
             "rule": self.rule,
             "stop": flat("--stop", self.stop),
         }
@@ -208,6 +211,8 @@ class Generate(PairOptions):
             error=output.error,
             sample=output.sample if self.samples > 1 else None,
             logprobs=output.logprobs,
+            sampled_logprobs=output.sampled_logprobs,
+            top_logprobs=output.top_logprobs,
         )
 
 

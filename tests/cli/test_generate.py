@@ -95,7 +95,8 @@ def test_logprobs_are_one_per_id_and_only_when_asked_for(generate, rows_file):
     (row,) = generate("--input", rows, "--logprobs", "--max-new-tokens", 7).rows
     assert len(row["logprobs"]) == len(row["ids"]) == 7
     assert all(value < 0 and math.isfinite(value) for value in row["logprobs"])
-    assert list(row) == ["id", "text", "ids", "finish_reason", "logprobs", "stats"]
+    assert list(row) == ["id", "text", "ids", "finish_reason", "logprobs", "sampled_logprobs", "stats"]
+    assert row["sampled_logprobs"] == [0.0] * 7  # the likeliest token is certain at temperature 0
 
 
 def test_an_output_that_exists_is_refused_before_any_work(generate, rows_file, tmp_path):
