@@ -44,10 +44,10 @@ def test_ids_and_log_probabilities_are_the_same_bits(dtype, rule, temperature):
     wanted, _ = decode(dtype, "none", 0, *ALONE, *options)
     assert decode(dtype, "none", 0, (3, 1, 0, 2), 4, 1000, *options)[0] == wanted
     rates = []
-    # Every gamma of one compiled width.
+    # Every gamma of the width; the dearest of all tests, so each place and capacity meets some of them.
     ways = [("ngram", 4), *(("model", gamma) for gamma in range(1, WIDTH))]
-    for source, gamma in ways:
-        for order, batch, longest in (ALONE, ((2, 0, 3, 1), 4, 200), WIDE):
+    for i, (source, gamma) in enumerate(ways):
+        for order, batch, longest in {0: (ALONE, WIDE), 4: (ALONE, ((2, 0, 3, 1), 4, 200), WIDE)}.get(i, (WIDE,)):
             found, results = decode(dtype, source, gamma, order, batch, longest, *options)
             assert found == wanted, f"{source}, gamma {gamma}, batch {batch}, longest {longest}"
         rates.append(t.acceptance(results))
