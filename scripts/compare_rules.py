@@ -87,9 +87,9 @@ def measure(target: Model, draft: Draft, gamma: int, rounds: int) -> tuple[np.nd
     )  # fmt: skip
     token, joint = [], []
     for _ in range(rounds):
-        sampling, running = state.sampling, np.asarray(state.finish) == Finish.RUNNING
+        running = np.asarray(state.finish) == Finish.RUNNING
         state, info = step(params, state)
-        by_token, by_block = expected(info.logits, info.proposal, sampling)
+        by_token, by_block = expected(info.logits, info.proposal, state.sampling)
         token.append(np.asarray(by_token)[running])
         joint.append(np.asarray(by_block)[running])
     return np.concatenate(token), np.concatenate(joint)

@@ -19,8 +19,8 @@ import specjax.round
 from specjax import cache as kv
 from specjax import sampling as s
 from specjax.draft import model_drafter
-from specjax.types import Rule
-from specjax.verify import RULES, greedy, rejection
+from specjax.types import Purpose, Rule
+from specjax.verify import RULES, block, greedy, rejection
 
 pytestmark = pytest.mark.slow  # each compiles a program of its own
 
@@ -231,3 +231,88 @@ def test_a_step_that_writes_past_the_capacity(monkeypatch):
             vocab=8,
             temperature=0.0,
         )
+
+
+def test_a_draft_without_probability_is_accepted_at_equality(monkeypatch):
+    """``<=`` for ``<``: with u = 0 a draft of zero probability would pass. Every uniform is made 0."""
+    target = toys.LAW_TABLE.copy()
+    target[:, :, 2] = -np.inf  # drafted, never allowed
+
+    def hits(rule: Rule) -> int:
+        run = toys.run_batch(
+            toys.MarkovFn(V), model_drafter(toys.MarkovFn(V), V), {"target": target, "draft": DRAFT},
+            [[1]] * 256, rule=rule, gamma=3, max_new=6, vocab=V, check=False,
+        )  # fmt: skip
+        return sum(token == 2 for output in run.outputs for token in output)
+
+    def lenient(logits, proposal, sampling, keys):
+        strict = rejection.verify(logits, proposal, sampling, keys)
+        p, q = s.distribution(logits, sampling).probs[:, :-1], proposal.probs
+        p, q = (jnp.take_along_axis(x, proposal.tokens[..., None], axis=-1)[..., 0] for x in (p, q))
+        u = s.uniforms(s.purpose_key(keys.round, Purpose.ACCEPT), q.shape[1])
+        return strict.replace(num_accepted=greedy.leading(u * q <= p, proposal.num_drafted))
+
+    monkeypatch.setattr(s, "uniforms", lambda key, count: jnp.zeros((key.shape[0], count)))
+    assert hits(rejection.RULE) == 0
+    assert hits(Rule("mutant", lenient)) > 0
+
+
+def test_q_in_another_precision_than_the_draft_was_drawn_in():
+    """Case 25: the verified q comes from logits that went through bfloat16, 100 above zero as a model's may be."""
+    drafter = model_drafter(toys.MarkovFn(V), V)
+
+    def propose(*given):
+        proposal, state = drafter.propose(*given)
+        logits = jax.lax.reduce_precision(jnp.log(proposal.probs) + 100, exponent_bits=8, mantissa_bits=7)
+        return proposal.replace(probs=jax.nn.softmax(logits)), state
+
+    assert law(drafter=drafter._replace(propose=propose)) < SEEN
+
+
+def ragged(drafter):
+    """Return a drafter whose rows count 1, 2 and 3 of their drafts."""
+
+    def propose(*given):
+        proposal, state = drafter.propose(*given)
+        count = 1 + jnp.arange(proposal.num_drafted.shape[0]) % proposal.tokens.shape[1]
+        return proposal.replace(num_drafted=jnp.minimum(proposal.num_drafted, count)), state
+
+    return drafter._replace(propose=propose)
+
+
+def test_the_blocks_last_index_under_a_gamma_of_each_row(monkeypatch):
+    drafter = ragged(model_drafter(toys.MarkovFn(V), V))
+    assert law(block.RULE, drafter=drafter) > 1e-5
+    right = block.end_probability
+
+    def wrong(p, proposal, pi):
+        return right(p, proposal.replace(num_drafted=jnp.full_like(proposal.num_drafted, pi.shape[1])), pi)
+
+    monkeypatch.setattr(block, "end_probability", wrong)
+    toys._CACHE.clear()
+    assert law(block.RULE, drafter=drafter) < SEEN
+
+
+def test_top_p_before_temperature(monkeypatch):
+    params, prompt, count = s.SamplingParams(temperature=2.0, top_p=0.7), [1], 4
+    exact = toys.transformed_law(toys.LAW_TABLE, prompt, count, None, params)
+
+    def p_value() -> float:
+        run = toys.run_batch(
+            toys.MarkovFn(V), model_drafter(toys.MarkovFn(V), V), {"target": toys.LAW_TABLE, "draft": DRAFT},
+            [prompt] * 8192, rule=rejection.RULE, gamma=3, max_new=count, vocab=V, sampling=[params] * 8192,
+        )  # fmt: skip
+        if not set(run.outputs) <= set(exact):
+            return 0.0
+        return toys.chi_square([(run.outputs, exact)])[0]
+
+    assert p_value() > 1e-5
+    right = s.distribution
+
+    def wrong(logits, sampling):
+        cut = right(logits, sampling.replace(temperature=jnp.ones_like(sampling.temperature))).probs > 0
+        return right(jnp.where(cut, logits, -jnp.inf), sampling.replace(truncation=None))
+
+    monkeypatch.setattr(s, "distribution", wrong)
+    toys._CACHE.clear()
+    assert p_value() < SEEN
