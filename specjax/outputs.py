@@ -231,6 +231,21 @@ class RowWriter:
         return f"Rows finished so far ({self.count}) are kept in {self._partial}."
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file under a temporary name and rename it.
+
+    Raises:
+        SpecjaxError: the disk would not take it.
+    """
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        half.write_text(text)
+        half.replace(path)
+    except OSError as error:
+        half.unlink(missing_ok=True)
+        raise SpecjaxError(f"Cannot write {path}: {_reason(error)}.") from error
+
+
 def _write_stdout(line: bytes) -> None:
     try:
         sys.stdout.write(line.decode("ascii"))

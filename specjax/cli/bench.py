@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
@@ -11,7 +12,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from specjax.cli.common import PairOptions, flat, note, number, prepare_jax, progress_bar, unset
 from specjax.cli.sampling_options import SAMPLING_NAMES, SamplingOptions
 from specjax.errors import UsageError
-from specjax.outputs import RowWriter
+from specjax.outputs import RowWriter, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,24 +50,74 @@ class Bench(SamplingOptions, PairOptions):
     """Of the random draws."""
     output: Annotated[str | None, unset("FILE|-")] = None
     """Where the report goes as JSON; - is standard output, and the table goes to standard error."""
+    csv: Annotated[str | None, unset("FILE")] = None
+    """Write every timed run as a line of CSV too."""
+    html: Annotated[str | None, unset("FILE")] = None
+    """Write the report as one page with plots too (extra: bench)."""
+    compare: Annotated[tuple[str, ...], arg(metavar="A.json B.json", help_behavior_hint="")] = ()
+    """Measure nothing: compare two reports that --output wrote; exit 1 when B is slower than A in any figure."""
     overwrite: bool = False
     """Replace an output that exists."""
 
     def run(self) -> int:
         """Measure, print the table, write the report."""
+        if self.compare:
+            return self._compare()
         if bool(self.texts) == (self.prompts_file is not None):
             both = "got both PROMPT and --prompts; give one of them."
             raise UsageError(both if self.texts else "no prompt: give PROMPT, or --prompts FILE.")
         if self.limit is not None and self.limit < 1:
             raise UsageError(f"--limit is {self.limit}; expected at least 1.")
+        self._refuse_what_exists()
         if self.output is None:
-            self._print(self._measure())
-            return 0
-        with RowWriter(self.output, overwrite=self.overwrite, report=note) as writer:
             report = self._measure()
             self._print(report)
-            writer.write(report)
+        else:
+            with RowWriter(self.output, overwrite=self.overwrite, report=note) as writer:
+                report = self._measure()
+                self._print(report)
+                writer.write(report)
+        self._write_more(report)
         return 0
+
+    def _refuse_what_exists(self) -> None:
+        """Refuse, before anything is measured, what could not be written after it."""
+        for option, path in (("--csv", self.csv), ("--html", self.html)):
+            if path is None:
+                continue
+            if Path(path).exists() and not self.overwrite:
+                raise UsageError(f"{option} {path} exists; pass --overwrite to replace it.")
+            if not Path(path).resolve().parent.is_dir():
+                raise UsageError(f"{option} {path}: its folder does not exist.")
+        if self.html is not None:
+            from specjax.report import require_plots
+
+            require_plots()
+
+    def _write_more(self, report: dict[str, Any]) -> None:
+        from specjax.report import to_csv, to_html
+
+        if self.csv is not None:
+            write_text(Path(self.csv), to_csv(report))
+        if self.html is not None:
+            write_text(Path(self.html), to_html(report))
+
+    def _compare(self) -> int:
+        """Print what became of each figure."""
+        from rich.console import Console
+        from rich.table import Table
+
+        from specjax.report import compare, read_report
+
+        if len(self.compare) != 2:
+            raise UsageError(f"--compare takes two reports, A.json B.json; got {len(self.compare)}.")
+        found = compare(*(read_report(path) for path in self.compare))
+        table = Table("γ", "figure", "A", "B", "B / A", "verdict")
+        for row in found:
+            old, new = (_spread(row[name], 2) for name in ("old", "new"))
+            table.add_row(row["gamma"], row["figure"], old, new, f"{row['change']:.2f}", row["verdict"])
+        Console(highlight=False).print(table)
+        return 1 if any(row["verdict"] == "slower" for row in found) else 0
 
     def _measure(self) -> dict[str, Any]:
         prepare_jax()

@@ -29,8 +29,17 @@ def test_the_report_has_the_documented_fields(bench, rows_file, tmp_path):
     rows = rows_file({"id": "a", "prompt_ids": [5, 17, 42]}, {"prompt_ids": [9]}, {"prompt_ids": [8]})
     output = tmp_path / "report.json"
     near = DATA / "llama-gqa-tied.draft-near"
-    done = bench("--draft", near, "--prompts", rows, "--gamma", 1, 3, "--limit", 2, "--output", output)
+    page, lines = tmp_path / "page.html", tmp_path / "runs.csv"
+    more = ["--html", page, "--csv", lines]
+    done = bench("--draft", near, "--prompts", rows, "--gamma", 1, 3, "--limit", 2, "--output", output, *more)
     assert (done.code, done.err) == (0, "")
+    assert page.read_text().count("<svg") == 4
+    assert len(lines.read_text().splitlines()) == 1 + 2 * 2 * 2
+    again = bench("--draft", near, "--prompts", rows, "--csv", lines)
+    assert (again.code, again.err) == (2, f"specjax: error: --csv {lines} exists; pass --overwrite to replace it.\n")
+    same = bench("--compare", output, output)
+    assert same.code == 0
+    assert same.out.count("same") == 2 * 4
     report = json.loads(output.read_text())
     assert set(report) == {"schema", "specjax", "settings", "load_seconds", "environment", "prompts", "results"}
     assert report["schema"] == room.SCHEMA

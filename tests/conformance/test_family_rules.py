@@ -18,8 +18,8 @@ from specjax.models.registry import FAMILIES
 
 PROMPT, NEW, GAMMA, SAMPLES = 8, 24, 3, 480
 VOCAB = 24
-# Between them: windows, soft caps, two rotary bases, experts. Compiling is what the others cost.
-QUICK = {"gemma3", "mixtral"}
+# Between them: windows, soft caps, two rotary bases. Compiling is what the others cost.
+QUICK = {"gemma3"}
 NAMES = [
     pytest.param(family.name, marks=[] if family.name in QUICK else pytest.mark.slow, id=family.name)
     for family in FAMILIES
