@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 from specjax import cache as kv
-from specjax import prefill, round, transforms
-from specjax.sampling import GREEDY, Features, SamplingParams, stack
-from specjax.types import Drafter, Finish, ModelFn, Params, RoundState, Rule
+from specjax import prefill, round, slots, transforms
+from specjax.sampling import GREEDY, Features, SamplingParams, features_of, stack
+from specjax.types import Cache, Drafter, Finish, ModelFn, Params, RoundState, Rule
 
 MAX_GAMMA = 64
 PLAIN = Features()
@@ -102,6 +102,43 @@ class Prompt:
     sampling: SamplingParams = GREEDY
 
 
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A running row between two chunks, as the host read it.
+
+    Attributes:
+        tokens: [N] prompt and output.
+        round, status, draft_on: see ``RoundState``.
+        records: [N, ...] by name, for each of the tokens.
+    """
+
+    tokens: np.ndarray
+    round: int
+    status: int
+    draft_on: bool
+    records: dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldPrefix:
+    """A shared prompt prefix that is prefilled.
+
+    Attributes:
+        ids: what it is, in whole pieces.
+        cache: one row.
+    """
+
+    ids: tuple[int, ...]
+    cache: Cache
+
+    def of(self, ids: Sequence[int]) -> prefill.Prefix | None:
+        """Return the part of it that a prompt begins with, or None; a prompt's last token is never in it."""
+        same = next((i for i, (a, b) in enumerate(zip(self.ids, ids[:-1], strict=False)) if a != b), None)
+        same = min(len(self.ids), len(ids) - 1) if same is None else same
+        pieces = same // prefill.PIECE
+        return prefill.Prefix(self.cache, np.int32(pieces)) if pieces else None
+
+
 def start(
     params: dict[str, Params],
     tokens: jax.Array,
@@ -119,7 +156,7 @@ def start(
     Args:
         params: ``{"target": ..., "draft": ...}``.
         tokens: [B, T] padded prompts.
-        rows: ``num_tokens`` [B], ``limit`` [B], ``eos`` [B, E], ``key`` [B, 2], ``sampling``.
+        rows: ``num_tokens`` [B], ``limit`` [B], ``eos`` [B, E], ``key`` [B, 2], ``sampling``, ``prefix`` or None.
         target_fn, drafter: the parts.
         capacity: positions to allocate.
         vocab_size: V, the vocabulary in use.
@@ -148,7 +185,7 @@ def start(
         draft_on=jnp.ones((batch,), jnp.bool_),
         sampling=rows["sampling"],
         history=transforms.init_history(rows["sampling"], tokens, count, vocab_size),
-        cache=prefill.prefill(target_fn, params["target"], tokens, count, capacity),
+        cache=prefill.prefill(target_fn, params["target"], tokens, count, capacity, rows.get("prefix")),
         draft=drafter.init(params["draft"], tokens, count, capacity),
         place=record(dtype=jnp.int8),
         accepted=record(dtype=jnp.bool_),
@@ -213,9 +250,15 @@ class Program:
             logprobs=logprobs,
             top_logprobs=top_logprobs,
         )
+        self.greedy = rule.greedy
+        self._target_fn, self._drafter, self._loop = target_fn, drafter, decode
         self._shapes: dict[tuple[int, int], Any] = {}
-        self._decode = jax.jit(decode, donate_argnums=1)
-        self._insert = jax.jit(self._insert_row, donate_argnums=1)
+        self._step = jax.jit(self._one_step, donate_argnums=1)
+        self._row = jax.jit(self._one_row)
+        self._restore = jax.jit(self._restored_row)
+        self._prefix = jax.jit(functools.partial(prefill.prefill, target_fn), static_argnums=3)
+        self._put = jax.jit(put_row, donate_argnums=0)
+        self._retune = jax.jit(slots.with_sampling, donate_argnums=0)
         self._blank = jax.jit(self._blank_row, donate_argnums=0)
         self._cancel = jax.jit(_cancel_row, donate_argnums=0)
 
@@ -231,18 +274,76 @@ class Program:
         return dataclasses.replace(state, finish=jnp.full((batch,), int(Finish.EMPTY), jnp.int32))
 
     def insert(self, params: dict[str, Params], state: RoundState, prompt: Prompt, slot: int) -> RoundState:
-        """Prefill a prompt and put it into a slot. ``state`` is donated.
+        """Prefill a prompt and put it into a slot. ``state`` is donated."""
+        return self.put(state, self.row(params, prompt), slot)
+
+    def row(self, params: dict[str, Params], prompt: Prompt, prefix: HeldPrefix | None = None) -> RoundState:
+        """Prefill a prompt, beside whatever runs, as a state of one row for ``put``.
 
         The row is computed by itself in the bucket of its own length, so no bit depends on the other rows.
         """
-        size = prefill.bucket(len(prompt.ids))
-        tokens = np.zeros((1, size), np.int32)
-        tokens[0, : len(prompt.ids)] = prompt.ids
-        return self._insert(params, state, tokens, self._rows([prompt]), np.int32(slot))
+        return self._row(params, _padded(prompt.ids), self._rows([prompt], prefix))
+
+    def put(self, state: RoundState, row: RoundState, slot: int) -> RoundState:
+        """Put a row into a slot. ``state`` is donated."""
+        return self._put(state, row, np.int32(slot))
+
+    def restored(
+        self, params: dict[str, Params], prompt: Prompt, saved: Saved, prefix: HeldPrefix | None = None
+    ) -> RoundState:
+        """Return a row as it was when ``saved`` was read, for ``put``: it goes on as it would have gone on."""
+        count = len(saved.tokens)
+        tokens = _padded(saved.tokens, prefill.bucket(count + self.width))
+        records = {
+            name: np.zeros((1, tokens.shape[1], *value.shape[1:]), value.dtype) for name, value in saved.records.items()
+        }
+        for name, value in saved.records.items():
+            records[name][0, :count] = value
+        fields = {
+            "num_tokens": np.asarray([count], np.int32),
+            "round": np.asarray([saved.round], np.int32),
+            "status": np.asarray([saved.status], np.int32),
+            "draft_on": np.asarray([saved.draft_on]),
+        }
+        return self._restore(params, tokens, _padded(prompt.ids), self._rows([prompt], prefix), {**fields, **records})
+
+    def prefix(self, params: dict[str, Params], ids: Sequence[int]) -> HeldPrefix | None:
+        """Prefill a text that many prompts begin with, in whole pieces; None where it has not one."""
+        held = len(ids) // prefill.PIECE * prefill.PIECE
+        if held == 0:
+            return None
+        ids = list(ids[:held])
+        tokens = _padded([*ids, 0])  # a cache holds every token but the last
+        count = np.asarray([held + 1], np.int32)
+        return HeldPrefix(tuple(ids), self._prefix(params["target"], tokens, count, tokens.shape[1]))
 
     def decode(self, params: dict[str, Params], state: RoundState, round_limit: int) -> RoundState:
         """Run up to ``round_limit`` rounds. ``state`` is donated."""
-        return self._decode(params, state, np.int32(round_limit))
+        return self.step(params, state, round_limit)[0]
+
+    def step(self, params: dict[str, Params], state: RoundState, round_limit: int) -> tuple[RoundState, slots.View]:
+        """Run up to ``round_limit`` rounds; return also what may be read once the state is donated in its turn."""
+        return self._step(params, state, np.int32(round_limit))
+
+    def refuse(self, sampling: SamplingParams) -> None:
+        """Refuse settings that this program was not compiled for.
+
+        Raises:
+            ValueError: it names them.
+        """
+        if self.greedy and not sampling.greedy:
+            raise ValueError(f"temperature is {sampling.temperature}, but this program's rule is greedy: expected 0.")
+        wanted, has = features_of([sampling]), self._features
+        lacking = [name for name in ("bias", "min_new", "penalties", "truncation", "draft")
+                   if getattr(wanted, name) and not getattr(has, name)]  # fmt: skip
+        if any(a > b for a, b in zip(wanted.sequences, has.sequences, strict=True)):
+            lacking.append("sequences")
+        if lacking:
+            raise ValueError(f"this program has no {', '.join(lacking)}: make it with those features.")
+
+    def retune(self, state: RoundState, prompt: Prompt, slot: int) -> RoundState:
+        """Give the row in a slot the sampling settings of ``prompt``. ``state`` is donated."""
+        return self._retune(state, self._rows([prompt])["sampling"], np.int32(slot))
 
     def cancel(self, state: RoundState, slot: int) -> RoundState:
         """End a row where it stands. ``state`` is donated."""
@@ -252,7 +353,7 @@ class Program:
         """Overwrite a slot with zeros: a row that met NaN may have left some, and 0 * NaN is NaN. Donates ``state``."""
         return self._blank(state, np.int32(slot))
 
-    def _rows(self, prompts: list[Prompt]) -> dict[str, Any]:
+    def _rows(self, prompts: list[Prompt], prefix: HeldPrefix | None = None) -> dict[str, Any]:
         eos = np.full((len(prompts), self.num_eos), -1, np.int32)
         for i, prompt in enumerate(prompts):
             eos[i, : len(prompt.eos)] = prompt.eos
@@ -262,16 +363,33 @@ class Program:
             "eos": eos,
             "key": np.stack([p.key for p in prompts]),
             "sampling": stack([p.sampling for p in prompts], self._features, self._vocab_size),
+            "prefix": None if prefix is None else prefix.of(prompts[0].ids),
         }
 
-    def _insert_row(self, params, state: RoundState, tokens, rows, slot) -> RoundState:
-        row = self._start(params, tokens, rows, capacity=tokens.shape[1])
-        return put_row(state, row, slot)
+    def _one_row(self, params, tokens, rows) -> RoundState:
+        return self._start(params, tokens, rows, capacity=tokens.shape[1])
+
+    def _restored_row(self, params, tokens, prompt, rows, saved) -> RoundState:
+        return slots.restored(
+            self._start, params, tokens, prompt, rows, saved,
+            target_fn=self._target_fn, drafter=self._drafter, width=self.width,
+        )  # fmt: skip
+
+    def _one_step(self, params, state: RoundState, round_limit) -> tuple[RoundState, slots.View]:
+        before = slots.in_step(state, self._drafter)
+        state = self._loop(params, state, round_limit)
+        return state, slots.view_of(state, before, self._drafter)
 
     @staticmethod
     def _blank_row(state: RoundState, slot) -> RoundState:
         row = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), state)
         return put_row(state, dataclasses.replace(row, finish=jnp.full((1,), int(Finish.EMPTY), jnp.int32)), slot)
+
+
+def _padded(ids: Sequence[int] | np.ndarray, size: int | None = None) -> np.ndarray:
+    tokens = np.zeros((1, prefill.bucket(len(ids)) if size is None else size), np.int32)
+    tokens[0, : len(ids)] = ids
+    return tokens
 
 
 def _cancel_row(state: RoundState, slot) -> RoundState:

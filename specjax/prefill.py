@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
@@ -21,8 +23,26 @@ def bucket(num_tokens: int) -> int:
     return max(SMALLEST_BUCKET, 1 << max(num_tokens - 1, 0).bit_length())
 
 
+@flax.struct.dataclass
+class Prefix:
+    """The cache of a text that many prompts begin with.
+
+    Attributes:
+        cache: one row.
+        num_pieces: [] int32, how many of its pieces a prompt begins with.
+    """
+
+    cache: Cache
+    num_pieces: jax.Array | np.integer
+
+
 def prefill(
-    model_fn: ModelFn, params: Params, tokens: Int[Array, "B T"], num_tokens: Int[Array, " B"], capacity: int
+    model_fn: ModelFn,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    num_tokens: Int[Array, " B"],
+    capacity: int,
+    prefix: Prefix | None = None,
 ) -> Cache:
     """Return a cache that holds every prompt token but the last one.
 
@@ -32,6 +52,8 @@ def prefill(
         tokens: [B, T], padded; T is a ``bucket``.
         num_tokens: [B], valid tokens of each row, at least 1.
         capacity: positions to allocate, at least T.
+        prefix: whole pieces that need not be computed again. The same pieces are computed without it, so no bit
+            depends on it; T must be more than one piece where it is used.
 
     Returns:
         A cache with ``length = num_tokens - 1``.
@@ -44,5 +66,22 @@ def prefill(
         part = lax.dynamic_slice_in_dim(tokens, i * piece, piece, axis=1)
         return model_fn(params, part, cache, logits="none").cache
 
-    cache = lax.fori_loop(0, pieces, step, model_fn.init_cache(tokens.shape[0], max(capacity, tokens.shape[1])))
-    return kv.rollback(cache, held)
+    cache, first = model_fn.init_cache(tokens.shape[0], max(capacity, tokens.shape[1])), jnp.int32(0)
+    if prefix is not None and piece == PIECE:
+        cache, first = _copied(cache, prefix), prefix.num_pieces
+    return kv.rollback(lax.fori_loop(first, pieces, step, cache), held)
+
+
+def _copied(cache: Cache, prefix: Prefix) -> Cache:
+    """Copy a prefix's entries into every row of an empty cache."""
+
+    def put(whole: jax.Array, part: jax.Array) -> jax.Array:
+        part = part[:, :, : whole.shape[2]]
+        part = jnp.broadcast_to(part, (whole.shape[0], *part.shape[1:])).astype(whole.dtype)
+        return lax.dynamic_update_slice(whole, part, (0, 0, 0, 0))
+
+    return Cache(
+        k=jax.tree.map(put, cache.k, prefix.cache.k),
+        v=jax.tree.map(put, cache.v, prefix.cache.v),
+        length=jnp.full_like(cache.length, prefix.num_pieces * PIECE),
+    )

@@ -45,6 +45,35 @@ def init_history(
     return History(counts=counts, in_prompt=in_prompt, constraint=state)
 
 
+def replay(
+    sampling: RowSampling,
+    history: History,
+    tokens: Int[Array, "B T"],
+    prompt_length: Int[Array, " B"],
+    num_tokens: Int[Array, " B"],
+) -> History:
+    """Return the history of rows whose output stands in ``tokens``, from that of their prompts."""
+    if history.counts is not None:
+        places = jnp.arange(tokens.shape[1])
+        output = (places >= prompt_length[:, None]) & (places < num_tokens[:, None])
+        ids = jnp.where(output, tokens, history.counts.shape[1])  # out of range: dropped
+        history = replace(history, counts=history.counts.at[_rows(ids), ids].add(1, mode="drop"))
+    if sampling.constraint is not None:
+        constraint = sampling.constraint
+
+        def give(i: jax.Array, state: Any) -> Any:
+            """Give each row the token before its i-th new one; its newest one is given by the next round."""
+            place = jnp.maximum(prompt_length + i - 1, 0)
+            token = jnp.where(i == 0, -1, jnp.take_along_axis(tokens, place[:, None], axis=1)[:, 0])
+            new = _step(constraint, state, token)[1]
+            goes_on = i < num_tokens - prompt_length
+            return jax.tree.map(lambda a, b: jnp.where(goes_on.reshape(-1, *[1] * (a.ndim - 1)), b, a), state, new)
+
+        count = jnp.max(num_tokens - prompt_length)
+        history = replace(history, constraint=jax.lax.fori_loop(0, count, give, history.constraint))
+    return history
+
+
 def begin(
     sampling: RowSampling,
     history: History,

@@ -99,6 +99,7 @@ class Finish(enum.IntEnum):
     ERROR = 3
     CANCELLED = 4
     EMPTY = 5  # a slot that holds no row
+    STOP = 6  # said by the host: a stop string was found
 
 
 class Status(enum.IntFlag):

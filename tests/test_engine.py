@@ -111,7 +111,7 @@ def test_a_watcher_ends_its_row_inside_a_block(chunk):
         if cut is None:
             same(result, complete)
             continue
-        assert result.finish == Finish.CANCELLED, row
+        assert result.finish == Finish.STOP, row
         for name in ("ids", "place", "accepted", "drafted", "logprobs"):
             np.testing.assert_array_equal(getattr(result, name), getattr(complete, name)[: cut.count])
         assert cut.shown == complete.ids[: len(cut.shown)].tolist()
@@ -128,6 +128,14 @@ def test_the_chunks_counts_add_up_to_the_ids():
     assert sum(counts) == sum(len(r.ids) for r in results) == 8 * 15 + 7 + 1
 
 
+def test_a_closed_engine_says_so():
+    with Engine(program(), {"target": TABLE, "draft": DRAFT.params}, batch_size=2, longest=100) as engine:
+        row = Request(0, Prompt([1], 5, (), row_key(0, 0)))
+        assert len(list(engine.run([row]))) == 1
+    with pytest.raises(RuntimeError, match="closed"):
+        list(engine.run([row]))
+
+
 def test_no_requests_give_no_results():
     engine = Engine(program(), {"target": TABLE, "draft": DRAFT.params}, batch_size=2, longest=100)
     assert list(engine.run([])) == []
@@ -138,23 +146,6 @@ def test_a_row_longer_than_the_engine_was_made_for_is_refused():
     engine = Engine(program(), {"target": TABLE, "draft": DRAFT.params}, batch_size=2, longest=100)
     with pytest.raises(ValueError, match="limit of 101"):
         list(engine.run([Request(0, Prompt([1], 101, (), row_key(0, 0)))]))
-
-
-def test_after_a_failed_step_the_engine_says_so(monkeypatch):
-    """Invariant 13: its donated buffers are gone."""
-    made = t.program(TARGET.fn, vocab=VOCAB)
-    engine = Engine(made, {"target": TABLE, "draft": {}}, batch_size=1, longest=100)
-
-    def fail(*_):
-        raise MemoryError
-
-    row = Request(0, Prompt([1], 5, (), row_key(0, 0)))
-    with monkeypatch.context() as patch:
-        patch.setattr(made, "decode", fail)
-        with pytest.raises(MemoryError):
-            list(engine.run([row]))
-    with pytest.raises(RuntimeError, match="Make a new engine"):
-        list(engine.run([row]))
 
 
 def test_a_target_without_finite_logits_ends_its_row_alone():
@@ -189,3 +180,94 @@ def test_a_draft_without_finite_logits_is_given_up_for_its_row(temperature):
     assert not found[0].draft_on
     assert found[0].status == Status.DRAFT_NOT_FINITE
     assert len(found[1].ids) == 25
+
+
+def row_of(i: int, budget: int = 30, temperature: float = 1.0, watcher=None) -> Request:
+    prompt = PROMPTS[i]
+    sampling = SamplingParams(temperature=temperature)
+    return Request(i, Prompt(prompt, len(prompt) + budget, (), row_key(0, i), sampling), watcher)
+
+
+def engine_of(batch_size: int = 3) -> Engine:
+    return Engine(program(), {"target": TABLE, "draft": DRAFT.params}, batch_size=batch_size, longest=100)
+
+
+def test_the_next_chunk_is_dispatched_before_the_last_one_is_waited_for(monkeypatch):
+    events: list[str] = []
+    engine, made = engine_of(), program()
+    step, wait = made.step, engine.pace.wait
+    monkeypatch.setattr(made, "step", lambda *a: (events.append("step"), step(*a))[1])
+    monkeypatch.setattr(engine.pace, "wait", lambda view: (events.append("wait"), wait(view))[1])
+    assert len(list(engine.run([row_of(i) for i in range(4)], chunk=3))) == 4
+    assert events[:5] == ["step", "step", "wait", "step", "wait"]
+    assert events.count("step") == events.count("wait")
+
+
+def test_a_cancelled_row_has_a_prefix_and_its_slot_goes_on():
+    whole = {result.key: result for result in engine_of().run([row_of(i) for i in range(5)])}
+    engine = engine_of(2)
+    found = {}
+
+    def look(count: int) -> None:
+        if engine.num_chunks == 2:
+            assert engine.cancel(0)
+            assert not engine.cancel("nobody")
+
+    for result in engine.run([row_of(i) for i in range(5)], chunk=2, on_chunk=look):
+        found[result.key] = result
+    assert found[0].finish == Finish.CANCELLED
+    count = len(found[0].ids)
+    assert 0 < count < 30
+    np.testing.assert_array_equal(found[0].ids, whole[0].ids[:count])
+    for i in range(1, 5):
+        same(found[i], whole[i])
+    assert engine.waste.num_tokens > 0
+    assert engine.waste.num_draft_tokens >= engine.waste.num_tokens / (GAMMA + 1)
+
+
+def test_a_change_of_sampling_holds_from_the_next_dispatched_chunk_on():
+    """Before it the row is what it was; after it, at temperature 0, it is the greedy chain of what stands there."""
+    whole = {result.key: result for result in engine_of().run([row_of(i) for i in range(3)])}
+    engine = engine_of()
+    lengths: list[int] = []
+
+    def look(count: int) -> None:
+        lengths.append(engine._slots[1].seen if engine._slots[1] else 0)
+        if engine.num_chunks == 1:
+            assert engine.change(1, SamplingParams(temperature=0.0))
+            assert not engine.change("nobody", SamplingParams())
+
+    found = {result.key: result for result in engine.run([row_of(i) for i in range(3)], chunk=1, on_chunk=look)}
+    same(found[0], whole[0])
+    same(found[2], whole[2])
+    changed = lengths[1]  # the chunk in flight when it was asked for is the last one of before
+    ids = found[1].ids.tolist()
+    assert ids[:changed] == whole[1].ids.tolist()[:changed]
+    assert ids[changed:] == list(toys.greedy_chain(TABLE, PROMPTS[1] + ids[:changed], 30 - changed))
+    assert ids != whole[1].ids.tolist()
+    greedy = Engine(t.program(TARGET.fn, vocab=VOCAB), {"target": TABLE, "draft": {}}, batch_size=1, longest=100)
+    with pytest.raises(ValueError, match="greedy"):
+        greedy.change(0, SamplingParams(temperature=1.0))
+    with pytest.raises(ValueError, match="no penalties, sequences"):
+        engine.change(0, SamplingParams(presence_penalty=1.0, ban_sequences=[(1, 2)]))
+
+
+def test_an_abandoned_run_leaves_a_usable_engine():
+    engine = engine_of()
+    rows = [row_of(i) for i in range(6)]
+    first = next(iter(engine.run(rows)))
+    assert list(engine.run(rows, stop=lambda: True)) == []
+    found = {result.key: result for result in engine.run(rows)}
+    assert len(found) == 6
+    same(found[first.key], first)
+
+
+def test_chunks_of_chosen_length_change_nothing():
+    rows = [row_of(i) for i in range(6)]
+    whole = {result.key: result for result in engine_of().run(rows, chunk=64)}
+    engine = engine_of()
+    for result in engine.run(rows):
+        same(result, whole[result.key])
+    assert engine.num_chunks > 3
+    assert 1 <= engine.pace.chunk <= 64
+    assert engine.pace.host_seconds > 0

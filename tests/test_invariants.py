@@ -30,9 +30,12 @@ def parts():
 def lowered(stage: str):
     program, params, state = parts()
     if stage == "decode":
-        return program._decode.lower(params, state, np.int32(3))
+        return program._step.lower(params, state, np.int32(3))
     rows = program._rows([Prompt([1], 9, (), row_key(0, 0))])
-    return program._insert.lower(params, state, np.zeros((1, 32), np.int32), rows, np.int32(0))
+    arguments = params, np.zeros((1, 32), np.int32), rows
+    if stage == "put":
+        return program._put.lower(state, jax.eval_shape(program._one_row, *arguments), np.int32(0))
+    return program._row.lower(*arguments)
 
 
 @functools.cache
@@ -40,7 +43,7 @@ def optimised(stage: str) -> str:
     return lowered(stage).compile().as_text()
 
 
-@pytest.mark.parametrize("stage", ["decode", "insert"])
+@pytest.mark.parametrize("stage", ["decode", "prefill"])
 def test_nothing_calls_back_to_the_host(stage):
     text = lowered(stage).as_text()
     assert "stablehlo.while" in text
@@ -52,7 +55,7 @@ def test_the_loop_exports_for_every_platform_without_a_callback():
     """Lowered for cpu, cuda and tpu at once, from shapes alone."""
     program, params, state = parts()
     shapes = jax.eval_shape(lambda *given: given, params, state, np.int32(3))
-    exported = jax.export.export(program._decode, platforms=("cpu", "cuda", "tpu"))(*shapes)
+    exported = jax.export.export(program._step, platforms=("cpu", "cuda", "tpu"))(*shapes)
     assert exported.platforms == ("cpu", "cuda", "tpu")
     text = re.sub(r"loc\(.*", "", exported.mlir_module())  # places in the source name our functions
     assert "stablehlo.while" in text
@@ -60,7 +63,7 @@ def test_the_loop_exports_for_every_platform_without_a_callback():
     assert not re.search("callback|infeed|outfeed|stablehlo.send|stablehlo.recv", text)
 
 
-@pytest.mark.parametrize("stage", ["decode", "insert"])
+@pytest.mark.parametrize("stage", ["decode", "prefill"])
 def test_weights_are_arguments_not_constants(stage):
     """Case 77: what is written out is small (places, rotary frequencies), and the weights come in as arguments."""
     text = lowered(stage).as_text()
@@ -74,7 +77,7 @@ def test_weights_are_arguments_not_constants(stage):
         assert f"tensor<{'x'.join(str(n) for n in shape)}xf32>" in arguments.group(1)
 
 
-@pytest.mark.parametrize("stage", ["decode", "insert"])
+@pytest.mark.parametrize("stage", ["decode", "prefill"])
 def test_every_float32_product_asks_for_full_precision(stage):
     """Invariant 12."""
     dots = re.findall(r"stablehlo\.dot_general.*", lowered(stage).as_text())
@@ -95,7 +98,7 @@ def test_the_state_is_updated_in_place():
     assert large <= {int(number) for number in aliased}
 
 
-@pytest.mark.parametrize("stage", ["decode", "insert"])
+@pytest.mark.parametrize("stage", ["decode", "put"])
 def test_no_cache_is_copied_whole(stage):
     """Case 78: a step writes the new entries; a copy of [4, 2, 512, 16] would be found by its shape."""
     state = parts()[2]
@@ -109,7 +112,7 @@ def test_temporary_memory_is_less_than_one_cache():
     """Case 78."""
     program, params, _ = parts()
     state = program.empty(params, 4, 4000)
-    memory = program._decode.lower(params, state, np.int32(3)).compile().memory_analysis()
+    memory = program._step.lower(params, state, np.int32(3)).compile().memory_analysis()
     one = state.cache.k[0].nbytes
     assert memory.temp_size_in_bytes < one
 
@@ -119,13 +122,13 @@ def test_lengths_settings_and_batches_compile_once_per_bucket():
     target, draft = t.tiny(layers=LAYERS), t.tiny(t.MID, layers=LAYERS)
     program = t.program(target.fn, "model", draft.fn, gamma=GAMMA, rule="rejection", check=False)
     engine = Engine(program, parts()[1], batch_size=4, longest=LONGEST)
-    before = program._insert._cache_size(), program._decode._cache_size()
+    before = program._row._cache_size(), program._step._cache_size()
     lengths = [*range(1, 20, 2), *range(33, 52, 2)]
     requests = [
         Request(n, Prompt([1] * n, n + 1 + n % 3, (), row_key(0, n), SamplingParams(temperature=n / 50)))
         for n in lengths
     ]
     assert len(list(engine.run(requests, chunk=2))) == 20
-    after = program._insert._cache_size(), program._decode._cache_size()
+    after = program._row._cache_size(), program._step._cache_size()
     assert after[0] - before[0] <= 2
     assert after[1] - before[1] <= 1
