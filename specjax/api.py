@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
-
-import jax
 
 from specjax import stats
 from specjax.engine import Engine, Request, Result
+from specjax.engine_slot import DEVICE_ERRORS, out_of_memory
 from specjax.generate import Program
+from specjax.outputs import result_row
 from specjax.pair import SPECULATION_ON, Pair, first_line, unusable
-from specjax.requests import Job, Options, Refused, as_rows, check, default_width, effective_gamma, jobs_of
-from specjax.rows import BadRow, Row
+from specjax.requests import (
+    Job,
+    Options,
+    Refused,
+    as_rows,
+    check,
+    default_width,
+    effective_gamma,
+    jobs_of,
+    shared_prefix,
+)
+from specjax.rows import BadRow, Row, row_name
 from specjax.sampling import features_of
 from specjax.text import StopFinder
 from specjax.types import Finish, Status
@@ -36,6 +46,7 @@ class Output:
         sampled_logprobs: the same as sampled, after all transforms.
         top_logprobs: per id the N most probable tokens under the raw softmax, ``[id, logprob]`` each, or None.
         error: what went wrong, or None.
+        index: its place among the rows and samples asked for.
     """
 
     id: int | str | None
@@ -48,6 +59,22 @@ class Output:
     sampled_logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     error: str | None = None
+    index: int = 0
+
+    def record(self, *, numbered: bool) -> dict[str, Any]:
+        """Return the row as ``generate`` writes it; ``numbered`` gives it its sample."""
+        return result_row(
+            self.id,
+            text=self.text,
+            ids=self.ids,
+            finish_reason=self.finish_reason,
+            stats=self.stats,
+            error=self.error,
+            sample=self.sample if numbered else None,
+            logprobs=self.logprobs,
+            sampled_logprobs=self.sampled_logprobs,
+            top_logprobs=self.top_logprobs,
+        )
 
 
 def generate(
@@ -83,8 +110,13 @@ def generate(
         out = specjax.generate(pair, ["Name three colours."], gamma=4, max_new_tokens=32)
         print(out[0].text, out[0].stats["mean_acceptance_length"])
     """
-    call = _Call(pair, Options(**options), on_output, on_text, on_tokens, on_seconds)
-    return call.run(as_rows(prompts, pair.target, raw=call.options.raw))
+    call = Call(pair, Options(**options), on_text=on_text, on_tokens=on_tokens, on_seconds=on_seconds)
+    outputs = []
+    for output in call.run(as_rows(prompts, pair.target, raw=call.options.raw)):
+        outputs.append(output)
+        if on_output:
+            on_output(output)
+    return sorted(outputs, key=lambda output: output.index)
 
 
 @dataclasses.dataclass
@@ -106,43 +138,75 @@ class _Watch:
             self.show(text)
 
 
-class _Call:
-    """One call of generate."""
+class Call:
+    """One call of generate: rows in, outputs out as they finish; it keeps none of them.
 
-    def __init__(self, pair: Pair, options: Options, on_output, on_text, on_tokens, on_seconds):
+    Args:
+        pair, options: what to run.
+        on_text, on_tokens, on_seconds: as ``generate`` takes them.
+
+    Raises:
+        UsageError: an option that cannot be honoured.
+    """
+
+    def __init__(self, pair: Pair, options: Options, *, on_text=None, on_tokens=None, on_seconds=None):
         self.pair, self.options = pair, options
-        self.on_output, self.on_text, self.on_tokens, self.on_seconds = on_output, on_text, on_tokens, on_seconds
-        self.draft = pair.draft
-        self.outputs: dict[int, Output] = {}
-        self.watches: dict[int, _Watch] = {}
+        self._engines: list[Engine] = []
+        self._on_text, self._on_tokens, self._on_seconds = on_text, on_tokens, on_seconds
+        self._draft = pair.draft
+        self._draft_broken = False
+        self._watches: dict[int, _Watch] = {}
         check(pair, options)
 
-    def run(self, rows: list[Row | BadRow]) -> list[Output]:
-        jobs: list[Job] = []
+    def faults(self) -> dict[str, int]:
+        """Count what did not go smoothly: errors of the device, and rows put back from their confirmed ids."""
+        names = ("num_failures", "num_rebuilt")
+        return {name: sum(getattr(engine, name) for engine in self._engines) for name in names}
+
+    def wasted(self) -> dict[str, int]:
+        """Count what was computed past the ends of rows that a stop ended."""
+        names = ("num_tokens", "num_draft_tokens")
+        return {name: sum(getattr(engine.waste, name) for engine in self._engines) for name in names}
+
+    def run(
+        self,
+        rows: Sequence[Row | BadRow],
+        *,
+        done: Container[tuple[str, int]] = (),
+        stop: Callable[[], bool] | None = None,
+    ) -> Iterator[Output]:
+        """Yield each row and sample as it finishes.
+
+        Args:
+            rows: what to answer.
+            done: names (``specjax.rows.row_name``) to leave out.
+            stop: asked between chunks of rounds; True ends the run.
+        """
+        jobs: dict[int, Job] = {}
         for job in jobs_of(rows, self.pair.target, self.options):
+            if row_name(job.row, job.sample) in done:
+                continue
             if isinstance(job, Refused):
                 none = stats.row_stats([], [], [], speculation=self._speculation())
-                self._finish(job.index, Output(job.row.id, job.sample, None, [], "error", none, error=job.reason))
+                yield Output(job.row.id, job.sample, None, [], "error", none, error=job.reason, index=job.index)
             else:
-                jobs.append(job)
-        while jobs:
+                jobs[job.index] = job
+        while jobs and not (stop and stop()):
             try:
-                self._decode(jobs)
-            except jax.errors.JaxRuntimeError as error:
-                self._give_up_draft(jobs, error)
-            jobs = [job for job in jobs if job.index not in self.outputs]
-        return [self.outputs[index] for index in sorted(self.outputs)]
+                for output in self._decode(list(jobs.values()), stop):
+                    del jobs[output.index]
+                    yield output
+            except DEVICE_ERRORS as error:
+                self._give_up_draft(error)
 
-    def _give_up_draft(self, jobs: list[Job], error: Exception) -> None:
-        """Go on without the draft when memory ran out; raise where that cannot help or would change shown text."""
-        begun = [job for job in jobs if job.index not in self.outputs and job.index in self.watches]
-        shown = self.on_text is not None and any(self.watches[job.index].finder.text for job in begun)
-        if "RESOURCE_EXHAUSTED" not in str(error) or self.draft.speculation != SPECULATION_ON or shown:
+    def _give_up_draft(self, error: Exception) -> None:
+        """Go on without the draft when memory ran out before the first tokens; raise where that cannot help."""
+        if not out_of_memory(error) or self._draft.speculation != SPECULATION_ON:
             raise error
         reason = f"ran out of memory: {first_line(error)}"
-        self.draft = unusable(self.draft.name, reason, self.options.require_draft)
+        self._draft = unusable(self._draft.name, reason, self.options.require_draft)
 
-    def _decode(self, jobs: list[Job]) -> None:
+    def _decode(self, jobs: list[Job], stop: Callable[[], bool] | None) -> Iterator[Output]:
         """Run jobs through one engine until all are finished."""
         options, target = self.options, self.pair.target
         rule = rule_for(options.rule)
@@ -151,7 +215,7 @@ class _Call:
         gamma = self._gamma()
         program = compiled(
             target.fn,
-            self.draft.drafter,
+            self._draft.drafter,
             rule=rule,
             gamma=gamma,
             vocab_size=target.vocab_size,
@@ -164,30 +228,34 @@ class _Call:
         )
         engine = Engine(
             program,
-            {"target": target.params, "draft": self.draft.params},
+            {"target": target.params, "draft": self._draft.params},
             batch_size=min(options.batch_size, len(jobs)),
             longest=max(job.prompt.limit for job in jobs),
-            on_seconds=self.on_seconds,
+            prefix=shared_prefix([list(job.prompt.ids) for job in jobs]) if options.prefix else (),
+            draft_can_go=self._draft.speculation == SPECULATION_ON,
+            on_seconds=self._on_seconds,
         )
         requests = (Request(job, job.prompt, self._watch(job)) for job in jobs)
-        for result in engine.run(requests, chunk=options.chunk, on_chunk=self.on_tokens):
-            self._finish(result.key.index, self._output(result.key, result, gamma))
+        with engine:
+            self._engines.append(engine)
+            for result in engine.run(requests, chunk=options.chunk, on_chunk=self._on_tokens, stop=stop):
+                yield self._output(result.key, result, gamma)
 
     def _gamma(self) -> int:
-        return effective_gamma(self.pair, self.draft, self.options.gamma)
+        return effective_gamma(self.pair, self._draft, self.options.gamma)
 
     def _speculation(self) -> str:
-        on = self.draft.speculation == SPECULATION_ON
-        return "off: gamma is 0" if on and self._gamma() == 0 else self.draft.speculation
+        on = self._draft.speculation == SPECULATION_ON
+        return "off: gamma is 0" if on and self._gamma() == 0 else self._draft.speculation
 
     def _watch(self, job: Job) -> _Watch | None:
         tokenizer = self.pair.target.tokenizer
-        if tokenizer is None or not (job.stops or self.on_text):
+        if tokenizer is None or not (job.stops or self._on_text):
             return None
-        show = functools.partial(self.on_text, job.row.id) if self.on_text else None
+        show = functools.partial(self._on_text, job.row.id) if self._on_text else None
         least = job.prompt.sampling.min_new_tokens
         watch = _Watch(StopFinder(job.stops, tokenizer.stream(), least=least), frozenset(job.prompt.eos), show)
-        self.watches[job.index] = watch
+        self._watches[job.index] = watch
         return watch
 
     def _output(self, job: Job, result: Result, gamma: int) -> Output:
@@ -197,10 +265,10 @@ class _Call:
         speculation = self._speculation()
         if not result.draft_on and speculation == SPECULATION_ON:
             speculation = self._draft_not_finite()
-        error = None
+        error = result.error
         if result.status & Status.NOTHING_ALLOWED:
             error = f"No token is allowed at new token {len(ids) + 1}: loosen bans, allow-list or constraint."
-        elif result.finish == Finish.ERROR:
+        elif result.finish == Finish.ERROR and error is None:
             error = f"The target's logits are not finite at new token {len(ids) + 1}: check its weights and dtype."
         counted = stats.row_stats(result.place, result.accepted, result.drafted, speculation=speculation, gamma=gamma)
         if not rule_for(self.options.rule).lossless:
@@ -210,35 +278,31 @@ class _Call:
             sample=job.sample,
             text=self._text(job, ids, result.finish),
             ids=ids,
-            finish_reason="stop" if result.finish == Finish.CANCELLED else result.finish.name.lower(),
+            finish_reason=result.finish.name.lower(),
             stats=counted,
             logprobs=None if result.logprobs is None else result.logprobs.tolist(),
             sampled_logprobs=None if result.sampled_logprobs is None else result.sampled_logprobs.tolist(),
             top_logprobs=_top(result),
             error=error,
+            index=job.index,
         )
 
     def _draft_not_finite(self) -> str:
         """Warn once a call (raise under ``require_draft``); return what the row's stats say."""
         reason = "gave logits that are not finite."
-        if not any("not finite" in output.stats["speculation"] for output in self.outputs.values()):
-            unusable(self.draft.name, reason, self.options.require_draft)
+        if not self._draft_broken:
+            self._draft_broken = True
+            unusable(self._draft.name, reason, self.options.require_draft)
         return f"off: draft {reason}"
 
     def _text(self, job: Job, ids: list[int], finish: Finish) -> str | None:
-        tokenizer, watch = self.pair.target.tokenizer, self.watches.get(job.index)
+        tokenizer, watch = self.pair.target.tokenizer, self._watches.pop(job.index, None)
         if tokenizer is None:
             return None
         if watch is None:
             return tokenizer.decode(ids[:-1] if finish == Finish.EOS else ids)
         watch.say(watch.finder.flush())
         return watch.finder.text
-
-    def _finish(self, index: int, output: Output) -> None:
-        self.watches.pop(index, None)
-        self.outputs[index] = output
-        if self.on_output:
-            self.on_output(output)
 
 
 # What a row can have without a fault of ours.
@@ -255,4 +319,4 @@ def _top(result: Result) -> list[list[tuple[int, float]]] | None:
 # Programs are kept for the process: a second call with the same parts compiles nothing.
 compiled = functools.lru_cache(maxsize=32)(Program)
 
-__all__ = ["Options", "Output", "generate"]
+__all__ = ["Call", "Options", "Output", "generate"]

@@ -27,3 +27,7 @@ class CheckpointError(SpecjaxError):
 
 class RowError(SpecjaxError, ValueError):
     """One row that cannot be served; the other rows go on. Its text becomes the row's ``error``."""
+
+
+class Terminated(BaseException):
+    """The process was asked to end (SIGTERM) where nothing is to be kept."""

@@ -45,10 +45,12 @@ class Options:
         top_logprobs: N, those of the N most probable tokens too, up to 64; it implies ``logprobs``.
         batch_size: rows at once.
         cache_length: the most tokens of prompt and output together (default: the model's context).
+        prefix: text that stands before every prompt, as a system message of chats; its whole pieces of 256 tokens are
+            prefilled once.
         raw: no chat template for texts.
         check: verify the invariants while running.
         require_draft: raise when the draft fails.
-        chunk: rounds between two looks at the rows.
+        chunk: rounds between two looks at the rows (default: as few as hide the host's work).
 
     Raises:
         UsageError: a value out of range.
@@ -70,10 +72,11 @@ class Options:
     top_logprobs: int = 0
     batch_size: int = DEFAULT_BATCH_SIZE
     cache_length: int | None = None
+    prefix: str = ""
     raw: bool = False
     check: bool = False
     require_draft: bool = False
-    chunk: int = 64
+    chunk: int | None = None
 
     def __post_init__(self):
         if self.gamma is not None and not 0 <= self.gamma <= MAX_GAMMA:
@@ -223,7 +226,7 @@ def _spelled(options: Options, target: Model) -> Options:
 
 
 def _prompt(row: Row, target: Model, options: Options) -> Prompt:
-    ids = prompt_ids(row, target)
+    ids = prompt_ids(row, target, options.prefix)
     longest = options.cache_length or target.max_positions
     if len(ids) >= longest:
         raise RowError(
@@ -260,20 +263,32 @@ def _stops(row: Row, target: Model, options: Options) -> tuple[str, ...]:
     return stops
 
 
-def prompt_ids(row: Row, target: Model) -> list[int]:
-    """Return a row's prompt as ids.
+def shared_prefix(prompts: Sequence[list[int]]) -> list[int]:
+    """Return the ids that all prompts begin with."""
+    first, last = min(prompts), max(prompts)
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return first[:same]
+
+
+def prompt_ids(row: Row, target: Model, prefix: str = "") -> list[int]:
+    """Return a row's prompt as ids, with a text before it.
 
     Raises:
-        RowError: no tokenizer, an id outside the vocabulary, or nothing to start from.
+        RowError: no tokenizer, an id outside the vocabulary, nothing to start from, or no place for the prefix.
     """
-    if row.prompt_ids is not None:
+    tokenizer = target.tokenizer
+    if row.prompt_ids is not None and not prefix:
         ids = list(row.prompt_ids)
-    elif target.tokenizer is None:
-        raise RowError("The model's folder has no tokenizer: give prompt_ids.")
+    elif tokenizer is None:
+        raise RowError(
+            "The model's folder has no tokenizer: " + ("leave out the prefix." if prefix else "give prompt_ids.")
+        )
+    elif row.prompt_ids is not None:
+        ids = [*tokenizer.encode(prefix), *row.prompt_ids]
     elif row.messages is not None:
-        ids = target.tokenizer.encode_chat(row.messages)
+        ids = tokenizer.encode_chat([*_system(row, prefix), *row.messages])
     else:
-        ids = target.tokenizer.encode(row.prompt or "")
+        ids = tokenizer.encode(prefix + (row.prompt or ""))
     if not ids and target.bos_id is not None:
         ids = [target.bos_id]
     if not ids:
@@ -281,6 +296,15 @@ def prompt_ids(row: Row, target: Model) -> list[int]:
     if wrong := next((i for i in ids if not 0 <= i < target.vocab_size), None):
         raise RowError(f"prompt_ids has {wrong}; expected ids in 0..{target.vocab_size - 1}.")
     return ids
+
+
+def _system(row: Row, prefix: str) -> list[dict[str, str]]:
+    if not prefix:
+        return []
+    first = row.messages[0] if row.messages else None
+    if isinstance(first, dict) and first.get("role") == "system":
+        raise RowError("The chat has a system message of its own, and the prefix is one: leave out one of them.")
+    return [{"role": "system", "content": prefix}]
 
 
 def _outside(ids: Sequence[int], target: Model) -> list[int]:

@@ -96,6 +96,11 @@ def stable_id(row_id: int | str) -> str:
     return json.dumps(row_id)
 
 
+def row_name(row: Row | BadRow, sample: int) -> tuple[str, int]:
+    """Return what a row's output is known by: its id and sample; its line where that does not tell the id."""
+    return (f"line {row.line}" if row.id is None else stable_id(row.id), sample)
+
+
 def read_rows(path: str | Path) -> list[Row | BadRow]:
     """Read prompts from a JSON Lines file, or from standard input (``-``).
 

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import UseAppendAction, arg
@@ -15,7 +15,6 @@ from tyro.conf import UseAppendAction, arg
 from specjax.errors import UsageError
 
 if TYPE_CHECKING:
-    from specjax.api import Output
     from specjax.pair import Pair
 
 Dtype = Literal["float32", "bfloat16"]
@@ -116,11 +115,10 @@ class Meter:
         return (self.tokens - before) / max(self._last - began, 1e-9)
 
 
-def summary(outputs: Sequence[Output], meter: Meter) -> str:
-    """Return the closing line of a generation."""
-    from specjax.stats import merge_stats, tokens_per_target_pass
+def summary(total: Mapping[str, Any], meter: Meter) -> str:
+    """Return the closing line of a generation, from the stats of all its rows together."""
+    from specjax.stats import tokens_per_target_pass
 
-    total = merge_stats([out.stats for out in outputs])
     line = (
         f"{meter.tokens} tokens, {meter.rate:.1f} tokens/s, "
         f"mean acceptance length {number(total['mean_acceptance_length'])}, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
@@ -16,14 +17,11 @@ from specjax.cli.common import (
     flat,
     note,
     prepare_jax,
-    progress_bar,
     summary,
     unset,
 )
 from specjax.cli.sampling_options import SamplingOptions
 from specjax.errors import UsageError
-from specjax.outputs import RowWriter, result_row
-from specjax.rows import read_rows
 
 if TYPE_CHECKING:
     from specjax.api import Output
@@ -46,8 +44,11 @@ class Generate(SamplingOptions, PairOptions):
     """Take PROMPT as raw text: no chat template."""
     input: Annotated[str | None, unset("FILE|-")] = None
     """Rows of prompts as JSON Lines, instead of PROMPT; - is standard input."""
-    output: Annotated[str | None, unset("FILE|-")] = None
-    """Where rows go as JSON Lines; - is standard output (default with --input)."""
+    output: Annotated[str | None, unset("FILE|DIR|-")] = None
+    """Where rows go as JSON Lines: a file, a folder of parts (a name without a suffix), or - for standard output
+    (default with --input)."""
+    resume: bool = False
+    """Go on with an output that an earlier run of the same job left."""
     overwrite: bool = False
     """Replace an output that exists."""
     require_draft: bool = False
@@ -79,6 +80,8 @@ class Generate(SamplingOptions, PairOptions):
     """Rows at once (default: 8; 1 where text is shown)."""
     cache_length: Annotated[int | None, unset("N")] = None
     """The most tokens of prompt and output together (default: the model's context)."""
+    prefix: Annotated[str | None, unset("FILE")] = None
+    """Text that stands before every prompt (a system message of chats); it is prefilled once."""
     check: bool = False
     """Verify the invariants of speculation while running."""
     compare: bool = False
@@ -89,8 +92,9 @@ class Generate(SamplingOptions, PairOptions):
         self._refuse()
         if self.input is None and self.output is None:
             return self._show()
-        rows = read_rows(self.input) if self.input is not None else list(self.prompts)
-        return self._write(rows)
+        from specjax.cli.generate_rows import write_rows
+
+        return write_rows(self)
 
     def _refuse(self) -> None:
         """Refuse what cannot be honoured, before anything is loaded.
@@ -103,6 +107,8 @@ class Generate(SamplingOptions, PairOptions):
             (not self.prompts and self.input is None, "no prompt: give PROMPT, or --input FILE."),
             (self.prompts and self.input is not None, "got both PROMPT and --input; give one of them."),
             (self.raw and self.input is not None, "--raw is for PROMPT; a row says it with prompt."),
+            (self.resume and self.overwrite, "got both --resume and --overwrite; give one of them."),
+            (self.resume and self.output in (None, "-"), "--resume needs --output FILE or DIR."),
             (self.eos and self.ignore_eos, "got both --eos and --ignore-eos; give one of them."),
             (self.require_draft and self.draft == "none", "got both --draft none and --require-draft."),
             (self.compare and not shown, "--compare is for PROMPT shown as text; specjax bench measures rows."),
@@ -117,7 +123,7 @@ class Generate(SamplingOptions, PairOptions):
             if found:
                 raise UsageError(message)
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Return the options of ``specjax.generate``.
 
         Raises:
@@ -135,6 +141,8 @@ class Generate(SamplingOptions, PairOptions):
             "stop": flat("--stop", self.stop),
         }
         options |= {"eos": flat("--eos", self.eos) or None}
+        if self.prefix is not None:
+            options["prefix"] = _read_text(self.prefix)
         if self.batch_size is not None:
             options["batch_size"] = self.batch_size
         Options(**options)  # before anything is loaded
@@ -144,14 +152,15 @@ class Generate(SamplingOptions, PairOptions):
         """Print texts as they become final, one prompt after another."""
         prepare_jax()
         from specjax.api import generate
+        from specjax.stats import merge_stats
 
-        options = {**self._options(), "batch_size": 1, "chunk": _STREAM_CHUNK}
+        options = {**self.options(), "batch_size": 1, "chunk": _STREAM_CHUNK}
         pair = self.load(require_draft=self.require_draft)
         screen, meter = _Screen(self.prompts, self.samples), Meter()
         outputs = generate(
             pair, list(self.prompts), on_text=screen.text, on_output=screen.end, on_tokens=meter.add, **options
         )
-        note(summary(outputs, meter))
+        note(summary(merge_stats([out.stats for out in outputs]), meter))
         failed = any(out.error for out in outputs)
         if self.compare and not failed:
             note(self._comparison(pair, options))
@@ -176,44 +185,12 @@ class Generate(SamplingOptions, PairOptions):
             f"({rates[0]:.1f} and {rates[1]:.1f} tokens/s, decoding, medians of {_COMPARED_RUNS}{same})"
         )
 
-    def _write(self, rows: list[Any]) -> int:
-        """Write rows as they finish."""
-        with RowWriter(self.output, overwrite=self.overwrite, report=note) as writer:
-            prepare_jax()
-            from specjax.api import generate
 
-            options = self._options()
-            pair = self.load(require_draft=self.require_draft)
-            meter = Meter()
-            with progress_bar(len(rows) * self.samples, "rows") as update:
-
-                def on_tokens(count: int) -> None:
-                    meter.add(count)
-                    update(0, f"{meter.rate:.1f} tokens/s")
-
-                def on_output(output: Output) -> None:
-                    writer.write(self._record(output))
-                    update(1, f"{meter.rate:.1f} tokens/s")
-
-                outputs = generate(pair, rows, on_output=on_output, on_tokens=on_tokens, **options)
-        failed = sum(output.error is not None for output in outputs)
-        rows_done = f"{len(outputs)} rows" + (f", {failed} of them failed (see their error)" if failed else "")
-        note(f"{rows_done}; {summary(outputs, meter)}")
-        return 1 if failed else 0
-
-    def _record(self, output: Output) -> dict[str, Any]:
-        return result_row(
-            output.id,
-            text=output.text,
-            ids=output.ids,
-            finish_reason=output.finish_reason,
-            stats=output.stats,
-            error=output.error,
-            sample=output.sample if self.samples > 1 else None,
-            logprobs=output.logprobs,
-            sampled_logprobs=output.sampled_logprobs,
-            top_logprobs=output.top_logprobs,
-        )
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_bytes().decode()  # as it is, line ends and all
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"Cannot read the prefix {path}: {error}. Give a text file in UTF-8.") from error
 
 
 class _Screen:

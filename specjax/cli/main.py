@@ -22,10 +22,11 @@ from specjax.cli.convert import Convert
 from specjax.cli.fetch import Fetch
 from specjax.cli.generate import Generate
 from specjax.cli.score import Score
-from specjax.errors import SpecjaxError
+from specjax.errors import SpecjaxError, Terminated
 
 FAILED = 1
 WRONG_CALL = 2
+STOPPED = 75
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -53,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments, without the program's name; the process's own by default.
 
     Returns:
-        The exit code: 0 all went well, 1 some rows failed or something broke, 2 a wrong call, 130 interrupted,
-        141 the reader of standard output went away.
+        The exit code: 0 all went well, 1 some rows failed or something broke, 2 a wrong call, 75 stopped (to be
+        resumed), 130 interrupted, 141 the reader of standard output went away.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["--version"]:
@@ -70,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             _say("interrupted.", debug)
             return INTERRUPTED
+        except Terminated:
+            _say("stopped.", debug)
+            return STOPPED
         except BrokenPipeError:
             return _quiet_end()
         except SpecjaxError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -291,6 +290,27 @@ def test_a_stop_ends_the_text_and_is_left_out(say, text_model, tmp_path):
     assert len(row["ids"]) < 40
 
 
+def test_a_prefix_stands_before_every_prompt(say, rows_file, tmp_path):
+    """The same bits as with prompts that have it in them; as a system message of chats."""
+    shared = "Once upon a time there was a fox. " * 12
+    (tmp_path / "prefix.txt").write_text(shared)
+    texts = ["It ran", "It slept", ""]
+    rows = [{"id": i, "prompt": text} for i, text in enumerate(texts)]
+    rows += [{"id": 3, "messages": [{"role": "user", "content": "Go on."}]}, {"id": 4, "prompt_ids": [7, 9]}]
+    flags = ["--max-new-tokens", 8, "--logprobs"]
+    found = say("--input", rows_file(*rows), "--prefix", tmp_path / "prefix.txt", *flags)
+    assert found.code == 0
+    whole = [{"id": i, "prompt": shared + text} for i, text in enumerate(texts)]
+    whole.append({"id": 3, "messages": [{"role": "system", "content": shared}, *rows[3]["messages"]]})
+    wanted = say("--input", rows_file(*whole), *flags)
+    pick = {row["id"]: (row["ids"], row["logprobs"]) for row in found.rows}
+    assert {row["id"]: (row["ids"], row["logprobs"]) for row in wanted.rows} == {i: pick[i] for i in range(4)}
+    own = rows_file({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]})
+    refused = say("--input", own, "--prefix", tmp_path / "prefix.txt")
+    assert "system message of its own" in refused.rows[0]["error"]
+    assert "Cannot read the prefix" in say("hello", "--prefix", tmp_path / "nowhere").err
+
+
 def test_line_separators_of_unicode_stay_in_the_prompt(say, rows_file):
     text = "a\u2028b\u2029c\x85d"
     rows = rows_file({"id": 1, "prompt": text}, {"id": 2, "messages": [{"role": "user", "content": text}]})
@@ -310,27 +330,6 @@ def test_a_pair_file_names_target_and_draft(specjax, text_model, tmp_path):
     assert done.code == 0
     (row,) = read_rows(output).values()
     assert len(row["stats"]["acceptance_histogram"]) == 3
-
-
-def test_an_interruption_keeps_what_is_finished(generate, rows_file, tmp_path, monkeypatch):
-    original = command.Generate._record
-    seen = []
-
-    def record(self, output):
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(output.id)
-        return original(self, output)
-
-    monkeypatch.setattr(command.Generate, "_record", record)
-    rows = rows_file(*({"prompt_ids": [i]} for i in range(5, 8)))
-    output = tmp_path / "out.jsonl"
-    done = generate("--input", rows, "--output", output, "--max-new-tokens", 2)
-    assert done.code == 130
-    assert not output.exists()
-    assert [json.loads(line)["id"] for line in (tmp_path / "out.jsonl.partial").read_text().splitlines()] == seen
-    assert "Rows finished so far (1) are kept in" in done.err
-    assert done.err.endswith("specjax: error: interrupted.\n")
 
 
 def test_the_real_command(text_model, tmp_path):

@@ -45,8 +45,8 @@ def test_help_lists_every_command_and_option(specjax):
     [
         ([], "{generate, score, fetch, bench, check, convert}"),
         (["decode"], "decode"),
-        (["generate", "a", "--top-k", "5"], "--top-k"),
-        (["generate", "a", "--resume"], "--resume"),
+        (["generate", "a", "--top-m", "5"], "--top-m"),
+        (["generate", "a", "--resume"], "--resume needs --output"),
         (["generate", "a", "--gamma", "four"], "--gamma"),
         (["generate", "a", "--gamma"], "--gamma"),
         (["generate", "a", "--gamma", "None"], "--gamma"),
