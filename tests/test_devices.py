@@ -1,4 +1,4 @@
-"""The same ids on 1, 2, 4 and 8 devices: rows over a data axis, one program, no word between rows (invariant 8a)."""
+"""Several devices: the same ids with rows over a data axis (invariant 8a), and weights loaded in shards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from specjax.checkpoint import convert
 
 HERE = Path(__file__).parent
 PROGRAM = """
@@ -40,17 +42,54 @@ for count in (1, 2, 4, 8):
     print(count, round(float(rate), 3), output)
 """
 
+LOADING = """
+import sys, jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import tiny as t
+from specjax.checkpoint import load_checkpoint, load_folder
+
+mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
+
+def sharding(path, shape):
+    return NamedSharding(mesh, P("model") if shape[0] % 4 == 0 else P())
+
+for where in (t.DATA / t.TARGET, sys.argv[1]):
+    for dtype in ("float32", "bfloat16"):
+        whole = load_folder(t.DATA / t.TARGET, dtype=dtype).params
+        parts = load_checkpoint(where, dtype=dtype, sharding=sharding).params
+        for (path, leaf), (_, part) in zip(*map(jax.tree_util.tree_leaves_with_path, (whole, parts)), strict=True):
+            wanted = sharding(path, leaf.shape)
+            assert part.sharding == wanted, (path, part.sharding)
+            assert part.dtype == leaf.dtype
+            if leaf.shape[0] % 4 == 0:
+                assert part.addressable_shards[1].data.shape[0] == leaf.shape[0] // 4
+            np.testing.assert_array_equal(leaf, part)
+print("equal")
+"""
+
+
+def run(program: str, *arguments: str) -> str:
+    """Run Python with 8 devices and return what it printed."""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_weights_are_loaded_onto_a_sharding_that_is_given(tmp_path):
+    """From a Hugging Face folder and from Orbax, in both dtypes, over 4 devices."""
+    made = convert(HERE / "data" / "llama-gqa-tied", tmp_path / "model", to="orbax")
+    assert run(LOADING, str(made)) == "equal\n"
+
 
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow),
                                   pytest.param("coupled", marks=pytest.mark.slow)])  # fmt: skip
 def test_ids_do_not_depend_on_the_devices(rule):
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(rule=rule)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    output = run(PROGRAM.format(rule=rule))
+    lines = [line.split(" ", 2) for line in output.splitlines()]
     assert [line[0] for line in lines] == ["1", "2", "4", "8"]
     assert 0.1 < float(lines[0][1]) < 0.75  # of all new tokens; a draft that is always right gives 0.75
     assert len({line[2] for line in lines}) == 1

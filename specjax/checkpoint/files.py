@@ -53,6 +53,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def staging_prefix(final: Path) -> str:
+    """Return how the names of folders begin that ``staged`` leaves behind when the process is killed."""
     return f".{final.name}.tmp-"
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +60,20 @@ class Checkpoint:
     bos_id: int | None
 
 
-def load_folder(folder: str | Path, *, dtype: str = "float32", name: str | None = None) -> Checkpoint:
+def load_folder(
+    folder: str | Path,
+    *,
+    dtype: str = "float32",
+    name: str | None = None,
+    sharding: tensors.Sharding | None = None,
+) -> Checkpoint:
     """Load a folder in Hugging Face layout.
 
     Args:
         folder: holds ``config.json`` and safetensors, single or sharded, in float32, float16 or bfloat16.
         dtype: "float32" or "bfloat16", of every matrix.
         name: what to call it; the folder's name by default.
+        sharding: ``(path, shape) -> jax.sharding.Sharding`` of each parameter; by default all on one device.
 
     Raises:
         MissingCheckpoint: the folder does not exist.
@@ -76,6 +83,8 @@ def load_folder(folder: str | Path, *, dtype: str = "float32", name: str | None 
     Example:
         checkpoint = load_folder("tests/data/llama-gqa-tied", dtype="bfloat16")
     """
+    import jax
+
     folder = Path(folder)
     if dtype not in ("float32", "bfloat16"):
         raise UsageError(f"dtype {dtype!r} is not supported; expected float32 or bfloat16.")
@@ -87,7 +96,9 @@ def load_folder(folder: str | Path, *, dtype: str = "float32", name: str | None 
     params: dict[str, Any] = {}
     for leaf in leaves:
         target = tensors.DTYPES[dtype if len(leaf.shape) > 1 else "float32"]
-        put(params, leaf.path, _make_array(leaf.shape, target, lambda out, leaf=leaf: fill(store, leaf, out)))
+        host = np.empty(leaf.shape, target)
+        fill(store, leaf, host)
+        put(params, leaf.path, jax.device_put(host, (sharding or tensors.one_device)(leaf.path, leaf.shape)))
     return Checkpoint(name or folder.name, folder, family, config, hf_config, params, eos_ids, bos_id)
 
 
@@ -198,15 +209,6 @@ def fill(store: tensors.TensorStore, leaf: Leaf, out: np.ndarray) -> None:
     parts = [store.read(source, out.dtype) for source in leaf.sources]
     whole = np.concatenate([part.T if leaf.transposed else part for part in parts])
     out[...] = whole if leaf.rows is None else whole[slice(*leaf.rows)]
-
-
-def _make_array(shape: tuple[int, ...], dtype: np.dtype, fill: Callable[[np.ndarray], None]) -> Any:
-    """Make one device array; ``fill`` writes its values. Sharded loading has this one place to change."""
-    import jax.numpy as jnp
-
-    host = np.empty(shape, dtype)
-    fill(host)
-    return jnp.asarray(host)
 
 
 def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:

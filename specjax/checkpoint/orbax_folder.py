@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ EXTRA = "extra"
 _BARE_NAMES = "bare_names"
 _MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "orbax.checkpoint", "commit_success.txt")
 _SHOWN = 5
+_GRACE = 0.3  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +121,17 @@ def _is_checkpoint(folder: Path) -> bool:
     return any((place / mark).exists() for place in (folder, *items) for mark in _MARKS)
 
 
-def load(folder: Path, *, dtype: str = "float32", name: str | None = None) -> hf.Checkpoint:
+def load(
+    folder: Path, *, dtype: str = "float32", name: str | None = None, sharding: tensors.Sharding | None = None
+) -> hf.Checkpoint:
     """Load an Orbax folder.
 
     Args:
         folder: as in ``locate``.
         dtype: "float32" or "bfloat16", of every matrix; values stored in another are rounded here, never by Orbax.
         name: what to call it; the folder's name by default.
+        sharding: ``(path, shape) -> jax.sharding.Sharding`` of each parameter; each device is given its slices as they
+            are read. By default all on one device.
 
     Raises:
         CheckpointError: parameters that are missing, of another shape or unknown; a checkpoint that cannot be read.
@@ -138,11 +145,22 @@ def load(folder: Path, *, dtype: str = "float32", name: str | None = None) -> hf
     leaves = family.leaves(config)
     tree, _ = _abstract(place.checkpoint)
     _check(place, leaves, tree)
-    restored = _restore(place.checkpoint, tree, lambda path, kind: _on_device(kind) if path[:1] != (EXTRA,) else None)
+    import jax
+
+    place_of = sharding or tensors.one_device
+
+    def on_device(path: tuple[str, ...], kind: Any) -> Any:
+        if path[:1] == (EXTRA,):
+            return None
+        inner = path[1:] if path[:1] == (PARAMS,) else path
+        return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=place_of(inner, tuple(kind.shape)))
+
+    restored = _restore(place.checkpoint, tree, on_device)
     params: dict[str, Any] = {}
     for leaf in leaves:
         wanted = tensors.DTYPES[dtype if len(leaf.shape) > 1 else "float32"]
-        hf.put(params, leaf.path, _cast(_pop(_params_of(restored), leaf.path), wanted))
+        array = _pop(_params_of(restored), leaf.path)
+        hf.put(params, leaf.path, array if array.dtype == wanted else _cast(array, wanted))
     return hf.Checkpoint(name or folder.name, place.config, family, config, hf_config, params, eos_ids, bos_id)
 
 
@@ -188,24 +206,11 @@ def write(folder: Path, stored: Stored) -> None:
         ocp.save(str(folder.resolve() / PARAMS), tree, custom_metadata={_BARE_NAMES: stored.bare_names})
 
 
-def sharding() -> Any:
-    """Return where a parameter goes: the one device in use. The one place that decides it."""
-    import jax
-
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
 def _need(folder: Path) -> Place:
     place = locate(folder)
     if place is None:
         raise CheckpointError(f"{folder} is not an Orbax folder: it has no finished checkpoint.")
     return place
-
-
-def _on_device(kind: Any) -> Any:
-    import jax
-
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding())
 
 
 def _abstract(checkpoint: Path) -> tuple[dict[str, Any], Any]:
@@ -234,19 +239,22 @@ def _restore(checkpoint: Path, tree: dict[str, Any], wanted: Any) -> dict[str, A
 
 @contextlib.contextmanager
 def _one_line(what: str, advice: str = "") -> Iterator[None]:
-    """Turn whatever Orbax raises, and logs meanwhile, into one line."""
+    """Turn whatever Orbax raises, and logs or prints meanwhile, into one line."""
     logger = logging.getLogger("absl")
-    level = logger.level
+    level, hook = logger.level, sys.unraisablehook
     logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = lambda left: None if "Event loop is closed" in str(left.exc_value) else hook(left)
     try:
         yield
     except SpecjaxError:
         raise
     except Exception as error:
+        time.sleep(_GRACE)  # reads that were under way end now, and find nobody who waits for them
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200].rstrip(".")
         raise CheckpointError(f"{what} ({type(error).__name__}: {reason}). {advice}".strip()) from error
     finally:
         logger.setLevel(level)
+        sys.unraisablehook = hook
 
 
 def _params_of(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,8 +317,8 @@ def _pop(tree: dict[str, Any], path: tuple[str, ...]) -> Any:
 
 
 def _cast(array: Any, dtype: np.dtype) -> Any:
-    if array.dtype == dtype:
-        return array
+    """Round on the host, piece by piece, where each device has its own."""
     import jax
 
-    return jax.device_put(np.asarray(array).astype(dtype), sharding())
+    pieces = [jax.device_put(np.asarray(piece.data).astype(dtype), piece.device) for piece in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, pieces)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,8 +33,18 @@ RAW: dict[str, np.dtype] = {code: DTYPES[name] for code, name in _CODES.items()}
     "BOOL": np.dtype(np.bool_),
 }
 _CHUNK_BYTES = 1 << 24
+# (path, shape) of a parameter -> jax.sharding.Sharding: where it goes.
+Sharding = Callable[[tuple[str, ...], tuple[int, ...]], Any]
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+
+def one_device(path: tuple[str, ...], shape: tuple[int, ...]) -> Any:
+    """Return where a parameter goes when nothing else is said: the first device."""
+    import jax
+
+    del path, shape
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
 @dataclasses.dataclass(frozen=True)

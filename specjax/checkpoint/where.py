@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specjax.checkpoint import hf, known, orbax_folder
 from specjax.checkpoint.files import MissingCheckpoint
+from specjax.checkpoint.tensors import Sharding
 from specjax.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -21,13 +22,16 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _HUB_SECONDS = 10
 
 
-def load_checkpoint(where: str | Path, *, dtype: str = "float32", progress: bool = False) -> hf.Checkpoint:
+def load_checkpoint(
+    where: str | Path, *, dtype: str = "float32", progress: bool = False, sharding: Sharding | None = None
+) -> hf.Checkpoint:
     """Load a model from wherever the user says it is.
 
     Args:
         where: as in ``resolve``.
         dtype: "float32" or "bfloat16", of every matrix.
         progress: show downloads and conversions on standard error.
+        sharding: ``(path, shape) -> jax.sharding.Sharding`` of each parameter; by default all on one device.
 
     Raises:
         UsageError: an unknown name or dtype.
@@ -39,8 +43,8 @@ def load_checkpoint(where: str | Path, *, dtype: str = "float32", progress: bool
     """
     folder = resolve(where, progress=progress)
     if orbax_folder.locate(folder) is not None:
-        return orbax_folder.load(folder, dtype=dtype, name=str(where))
-    return hf.load_folder(folder, dtype=dtype, name=str(where))
+        return orbax_folder.load(folder, dtype=dtype, name=str(where), sharding=sharding)
+    return hf.load_folder(folder, dtype=dtype, name=str(where), sharding=sharding)
 
 
 @dataclasses.dataclass(frozen=True)
