@@ -22,6 +22,7 @@ from specjax.cli.convert import Convert
 from specjax.cli.fetch import Fetch
 from specjax.cli.generate import Generate
 from specjax.cli.score import Score
+from specjax.cli.verify import Verify
 from specjax.errors import SpecjaxError, Terminated
 
 FAILED = 1
@@ -36,7 +37,8 @@ _ABOUT = (
     f"Lossless speculative decoding for JAX, version {__version__} (--version). "
     "'specjax COMMAND --help' lists a command's options."
 )
-# A new command is one file and one line here.
+# A new command is one file, a line here and its name.
+_NAMES = ("generate", "score", "fetch", "bench", "check", "convert", "verify")
 _COMMANDS = Union[  # noqa: UP007
     Annotated[Generate, subcommand("generate")],
     Annotated[Score, subcommand("score")],
@@ -44,6 +46,7 @@ _COMMANDS = Union[  # noqa: UP007
     Annotated[Bench, subcommand("bench")],
     Annotated[Check, subcommand("check")],
     Annotated[Convert, subcommand("convert")],
+    Annotated[Verify, subcommand("verify")],
 ]
 
 
@@ -111,7 +114,9 @@ def _first_words(box: str, argv: list[str]) -> str:
         said.append(text)
     message = " ".join(said).rstrip(".")
     stray = message.removeprefix("Unrecognized options: ")
-    command = argv[0] if argv and argv[0] in ("generate", "score", "fetch", "bench", "check", "convert") else ""
+    command = (
+        argv[0] if argv and argv[0] in ("generate", "score", "fetch", "bench", "check", "convert", "verify") else ""
+    )
     if stray != message and command and not stray.startswith("-"):
         message += " (values without an option stand together, before the options or after --)"
     return f"{message or 'the arguments cannot be read'}. See 'specjax {command + ' ' if command else ''}--help'."
