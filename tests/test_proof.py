@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
-from test_api import VOCAB, pair
+from letters import VOCAB, pair
 
 import specjax.round
 from specjax import api, proof, proof_rule
