@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from test_transforms_law import p_value
 
 import specjax.round
 from specjax import cache as kv
 from specjax import sampling as s
+from specjax import transforms
 from specjax.draft import model_drafter
 from specjax.types import Purpose, Rule
 from specjax.verify import RULES, block, greedy, rejection
@@ -136,6 +138,49 @@ def test_a_greedy_draft_with_the_models_probabilities_for_q():
         return cold.replace(probs=probs), state_after
 
     assert law(drafter=drafter._replace(propose=propose)) < SEEN
+
+
+def penalised() -> float:
+    """Return the p-value of rows whose penalties make the history matter."""
+    rows = [{"frequency_penalty": 1.0}, {"repetition_penalty": 1.5, "presence_penalty": -0.5}]
+    return p_value(rows, rejection.RULE, check=False, batches=2)[0]
+
+
+def test_a_history_that_keeps_rejected_drafts(monkeypatch):
+    """The status bits of ``check`` see it too."""
+    right = transforms.commit
+    assert penalised() > 1e-5
+    monkeypatch.setattr(toys, "_CACHE", {})
+
+    def commit(history, states, emitted, num_emitted):
+        return right(history, states, emitted, jnp.where(num_emitted > 0, emitted.shape[1], 0))
+
+    monkeypatch.setattr(transforms, "commit", commit)
+    assert penalised() < SEEN
+    monkeypatch.setattr(toys, "_CACHE", {})
+    with pytest.raises(AssertionError, match="status bits"):
+        p_value([{"frequency_penalty": 1.0}], rejection.RULE, batches=1)
+
+
+def test_penalties_that_do_not_see_the_drafts_before(monkeypatch):
+    monkeypatch.setattr(transforms, "advance", lambda sampling, context, token: context)
+    assert penalised() < SEEN
+
+
+def test_a_draft_whose_probabilities_are_those_before_its_truncation(monkeypatch):
+    """q must be what was drawn from: with top-k on the draft alone."""
+    right = s.distribution
+
+    def distribution(logits, sampling):
+        found = right(logits, sampling)
+        whole = right(logits, sampling.replace(truncation=None))
+        return found.replace(probs=whole.probs) if logits.shape[1] == 1 else found
+
+    rows = [{"draft_top_k": 2}, {"draft_top_k": 1}]
+    assert p_value(rows, rejection.RULE, batches=2)[0] > 1e-5
+    monkeypatch.setattr(toys, "_CACHE", {})
+    monkeypatch.setattr(s, "distribution", distribution)
+    assert p_value(rows, rejection.RULE, batches=2)[0] < SEEN
 
 
 def test_text_after_an_eos(monkeypatch):

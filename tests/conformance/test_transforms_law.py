@@ -68,7 +68,7 @@ def upward(output: tuple[int, ...]) -> np.ndarray:
     return np.asarray([token == 0 or token > newest for token in range(V)])
 
 
-def p_value(settings, rule, drafter=DRAFTER, draft=DRAFT, *, mask=None, constraint=None, batches=4, seed=0):
+def p_value(settings, rule, drafter=DRAFTER, draft=DRAFT, *, mask=None, constraint=None, batches=4, seed=0, check=True):
     """Return the p-value of all groups together, and the acceptance."""
     rows = [(prompt, SamplingParams(**{"temperature": 1.0, **each})) for each in settings for prompt in PROMPTS]
     per_batch = 16384 // len(rows) * len(rows)
@@ -87,6 +87,7 @@ def p_value(settings, rule, drafter=DRAFTER, draft=DRAFT, *, mask=None, constrai
             eos=EOS,
             sampling=[rows[i % len(rows)][1] for i in range(per_batch)],
             constraint=constraint,
+            check=check,
             seed=1000 * seed + batch,
         )
         for i, output in enumerate(run.outputs):
