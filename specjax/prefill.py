@@ -76,9 +76,9 @@ def _copied(cache: Cache, prefix: Prefix) -> Cache:
     """Copy a prefix's entries into every row of an empty cache."""
 
     def put(whole: jax.Array, part: jax.Array) -> jax.Array:
-        part = part[:, :, : whole.shape[2]]
+        part = part[..., : whole.shape[-2], :]  # positions
         part = jnp.broadcast_to(part, (whole.shape[0], *part.shape[1:])).astype(whole.dtype)
-        return lax.dynamic_update_slice(whole, part, (0, 0, 0, 0))
+        return lax.dynamic_update_slice(whole, part, (0,) * whole.ndim)
 
     return Cache(
         k=jax.tree.map(put, cache.k, prefix.cache.k),

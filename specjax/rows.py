@@ -143,6 +143,10 @@ def parse_score_rows(content: bytes, source: str = "input") -> list[ScoreRow | B
 
 
 def _read(path: str | Path) -> bytes:
+    if "://" in str(path):
+        from specjax.jobs.folder import read_remote
+
+        return read_remote(str(path))
     try:
         return sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
     except OSError as error:

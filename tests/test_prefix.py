@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -11,6 +12,7 @@ import tiny as t
 from specjax import prefill
 from specjax.engine import Engine, Request
 from specjax.generate import Prompt
+from specjax.models import scan
 from specjax.sampling import row_key
 
 RNG = np.random.default_rng(0)
@@ -51,12 +53,20 @@ def test_rows_are_the_same_bits_with_a_prefix_and_without():
         assert len(results[0][i].ids) == 12
 
 
-@pytest.mark.parametrize("i", [0, 2])
-def test_the_cache_of_a_row_is_the_same_bits(i):
-    program, params = parts()
+@functools.cache
+def scanned():
+    """Return a program whose layers run in a loop, over a cache of another shape."""
+    target = t.tiny(layers=2)
+    fn = dataclasses.replace(target.fn, scan_layers=True)
+    return t.program(fn), {"target": scan.stack(fn.config, target.params), "draft": {}}
+
+
+@pytest.mark.parametrize(("i", "made"), [(0, parts), (2, parts), (2, scanned)])
+def test_the_cache_of_a_row_is_the_same_bits(i, made):
+    program, params = made()
     prompt = Prompt(PROMPTS[i], 640, (), row_key(0, i))
     whole, shared = (program.row(params, prompt, held) for held in (None, program.prefix(params, PREFIX)))
     count = len(PROMPTS[i]) - 1
     assert whole.cache.length.tolist() == shared.cache.length.tolist() == [count]
     for a, b in zip(whole.cache.k + whole.cache.v, shared.cache.k + shared.cache.v, strict=True):
-        np.testing.assert_array_equal(np.asarray(a)[:, :, :count], np.asarray(b)[:, :, :count])
+        np.testing.assert_array_equal(np.asarray(a)[..., :count, :], np.asarray(b)[..., :count, :])

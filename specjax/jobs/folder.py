@@ -219,6 +219,21 @@ def remote_path(path: str) -> Any:
     return epath.Path(path)
 
 
+def read_remote(path: str) -> bytes:
+    """Return an object's bytes.
+
+    Raises:
+        UsageError: it is not there, or cannot be reached.
+    """
+    if not is_remote(path):
+        raise UsageError(f"Cannot read {path}: expected a file, or a name that begins with {', '.join(REMOTE)}.")
+    try:
+        with _remote_errors(path):
+            return remote_path(path).read_bytes()
+    except SpecjaxError as error:
+        raise UsageError(str(error)) from error
+
+
 @contextlib.contextmanager
 def _remote_errors(name: str) -> Iterator[None]:
     """Say in one line what a bucket's client says, whichever client it is."""

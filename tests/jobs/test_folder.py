@@ -13,6 +13,7 @@ from specjax.errors import SpecjaxError, UsageError
 from specjax.jobs import folder as folders
 from specjax.jobs import parts
 from specjax.jobs.folder import Folder, RemoteFolder, open_folder
+from specjax.rows import read_rows
 
 
 @pytest.fixture
@@ -125,6 +126,15 @@ def test_a_bucket_has_one_object_per_file(bucket, tmp_path, monkeypatch, name):
         assert {"out.jsonl", "out.jsonl.manifest.json"} <= set(os.listdir(bucket))
     assert answers(read(bucket / name)) == answers(read(tmp_path / "whole.jsonl"))
     assert run(url, resume=True).new_rows == 0
+
+
+def test_rows_are_read_from_a_bucket(bucket):
+    (bucket / "rows.jsonl").write_text('{"id": "x", "prompt": "ab"}\n')
+    assert [row.id for row in read_rows("gs://bucket/rows.jsonl")] == ["x"]
+    with pytest.raises(UsageError, match="Cannot reach gs://bucket/none"):
+        read_rows("gs://bucket/none")
+    with pytest.raises(UsageError, match="begins with gs://"):
+        read_rows("ftp://bucket/none")
 
 
 def test_a_bucket_that_cannot_be_reached_is_one_line(monkeypatch):
