@@ -107,6 +107,12 @@ class Place:
         self.parts.drop()
         self.parts.release()
 
+    def tidy(self) -> None:
+        """Remove parts that a run which died after completing the file has left."""
+        if self.complete and self.parts.exists():
+            self.parts.remove([m.NAME, *part_names(self.parts)])
+            self.parts.drop()
+
     def stop(self, manifest: dict[str, Any]) -> None:
         """Leave the parts for a later run; nothing is left where there are none.
 

@@ -82,6 +82,7 @@ def run_job(
     if place.found is not None:
         m.refuse_another(place.found, job, place.name)
     if place.complete and place.found is not None:
+        place.tidy()
         return JobResult(place.found, False, 0)
     run = _Run(place, job, len(rows) * options.samples, call)
     try:
