@@ -1,6 +1,6 @@
 """Continuous batching and jobs, measured: a table and JSON.
 
-    python scripts/measure_jobs.py                                   # SmolLM2: batching, speculation, host time
+    python scripts/measure_jobs.py                                   # SmolLM2: batching, speculation, idle time
     python scripts/measure_jobs.py --only memory --rows 10000        # the tiny pair: memory, rows/s
 
 Run nothing else meanwhile.
@@ -8,7 +8,8 @@ Run nothing else meanwhile.
     batching     64 rows, new tokens log-uniform 8..256, through 16 slots: slots refilled as rows finish (continuous)
                  against whole batches of 16 that wait for their longest row (static). The same program, alternated.
     speculation  the same rows, speculative against plain, through 1, 4 and 16 slots.
-    host         time between two waits for the device, as a share of all: what the host does while the next chunk runs.
+    device idle  the most that the device can have waited for the host between chunks, as a share of all; the JSON
+                 has also host_seconds, what the host did while chunks ran.
     memory       many rows through the tiny pair of tests/data as a job: resident memory as rows are written, every id
                  once, rows/s.
 """
@@ -122,6 +123,7 @@ def drain(engine: Engine, batches: Iterable[list[Request]]) -> dict[str, float]:
         "seconds": time.perf_counter() - began,
         "num_tokens": tokens,
         "host_seconds": engine.pace.host_seconds,
+        "idle_seconds": engine.pace.idle_seconds,
         "chunks": engine.num_chunks,
         "rounds_per_chunk": engine.pace.chunk,
     }
@@ -147,7 +149,7 @@ def ratio(rates: dict[str, list[float]], above: str, below: str) -> dict[str, fl
 
 def batching(pair: Pair, rows: list[Request], args: argparse.Namespace) -> dict[str, Any]:
     """Compare refilled slots with whole batches, without a draft and with it."""
-    table = Table("16 slots, 64 rows", "continuous", "static", "ratio (min-max)", "host time")
+    table = Table("16 slots, 64 rows", "continuous", "static", "ratio (min-max)", "device idle")
     report = {}
     groups = [rows[i : i + 16] for i in range(0, len(rows), 16)]
     for name, one in (("plain", Pair(pair.target, no_draft())), ("speculative", pair)):
@@ -161,12 +163,12 @@ def batching(pair: Pair, rows: list[Request], args: argparse.Namespace) -> dict[
         rates = found["tokens_per_second"]
         found["ratio"] = ratio(rates, "continuous", "static")
         runs = found["runs"]["continuous"]
-        found["host_share"] = max(run["host_seconds"] / run["seconds"] for run in runs)
+        found["idle_share"] = max(run["idle_seconds"] / run["seconds"] for run in runs)
         report[name] = found
         table.add_row(
             name, *(f"{statistics.median(rates[kind]):.1f} tokens/s" for kind in ("continuous", "static")),
             f"{found['ratio']['median']:.2f} ({found['ratio']['min']:.2f}-{found['ratio']['max']:.2f})",
-            f"{found['host_share']:.2%}",
+            f"{found['idle_share']:.2%}",
         )  # fmt: skip
     console.print(table)
     return report
@@ -174,7 +176,7 @@ def batching(pair: Pair, rows: list[Request], args: argparse.Namespace) -> dict[
 
 def speculation(pair: Pair, rows: list[Request], args: argparse.Namespace) -> dict[str, Any]:
     """Compare speculative with plain decoding at several numbers of slots."""
-    table = Table("slots", "speculative", "plain", "ratio (min-max)", "host time")
+    table = Table("slots", "speculative", "plain", "ratio (min-max)", "device idle")
     plain, report = Pair(pair.target, no_draft()), {}
     for slots in args.slots:
         some = rows[: max(4 * slots, 8)]
@@ -187,12 +189,12 @@ def speculation(pair: Pair, rows: list[Request], args: argparse.Namespace) -> di
         )
         rates = found["tokens_per_second"]
         found["ratio"] = ratio(rates, "speculative", "plain")
-        found["host_share"] = max(run["host_seconds"] / run["seconds"] for run in found["runs"]["speculative"])
+        found["idle_share"] = max(run["idle_seconds"] / run["seconds"] for run in found["runs"]["speculative"])
         report[str(slots)] = found
         table.add_row(
             str(slots), *(f"{statistics.median(rates[kind]):.1f} tokens/s" for kind in ("speculative", "plain")),
             f"{found['ratio']['median']:.2f} ({found['ratio']['min']:.2f}-{found['ratio']['max']:.2f})",
-            f"{found['host_share']:.2%}",
+            f"{found['idle_share']:.2%}",
         )  # fmt: skip
     console.print(table)
     return report

@@ -214,6 +214,8 @@ class Engine:
     def _dispatch(self, chunk: int | None) -> None:
         began = time.perf_counter()
         rounds = chunk or (Pace.MOST if self._on_seconds else self.pace.chunk)
+        if self._flights:
+            self.pace.dispatch(self._flights[-1].view)
         self._state, view = self._program.step(self._params, self._take(), rounds)
         self._flights.append(Flight(self._number, rounds, view))
         self._number += 1

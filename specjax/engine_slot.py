@@ -201,7 +201,8 @@ class Pace:
     Attributes:
         chunk: rounds of the next chunk.
         host_seconds, wait_seconds: time between two waits for the device (all that the host and the engine's caller
-            did), and in them.
+            did, most of it while a chunk ran), and in them.
+        idle_seconds: the most that the device can have waited for the host.
     """
 
     MOST = 64
@@ -209,7 +210,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.chunk = 4
-        self.host_seconds = self.wait_seconds = 0.0
+        self.host_seconds = self.wait_seconds = self.idle_seconds = 0.0
         self._waited: float | None = None
         self._last = 0.0
         self._hosts: deque[float] = deque(maxlen=5)
@@ -225,6 +226,12 @@ class Pace:
             self.host_seconds += began - before
             self._hosts.append(began - before)
             self._last = self._waited - before
+
+    def dispatch(self, ahead: View) -> None:
+        """Take note that a chunk is dispatched now, behind the one that leaves ``ahead``."""
+        ready = ahead.finish.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+        if self._waited is not None and ready:
+            self.idle_seconds += time.perf_counter() - self._waited
 
     def ran(self, rounds: int) -> None:
         """Take note that the chunk waited for last ran so many rounds."""

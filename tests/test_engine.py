@@ -271,3 +271,4 @@ def test_chunks_of_chosen_length_change_nothing():
     assert engine.num_chunks > 3
     assert 1 <= engine.pace.chunk <= 64
     assert engine.pace.host_seconds > 0
+    assert 0 <= engine.pace.idle_seconds <= engine.pace.host_seconds + engine.pace.wait_seconds
