@@ -90,6 +90,7 @@ class DecoderConfig:
         query_scale: factor of the scores; None: H ** -0.5.
         attention_cap, logit_cap: soft caps, cap * tanh(x / cap), of scores and of logits.
         scaled_embedding: the embedding is multiplied by sqrt(D), rounded to the dtype of the weights.
+        head_rows: rows of an output head that scores fewer tokens than V; None: all. Not with ``tied``.
     """
 
     vocab_size: int
@@ -116,6 +117,7 @@ class DecoderConfig:
     attention_cap: float | None = None
     logit_cap: float | None = None
     scaled_embedding: bool = False
+    head_rows: int | None = None
 
     def kind(self, layer: int) -> LayerKind:
         """Return what is particular to a layer."""

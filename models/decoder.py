@@ -18,7 +18,11 @@ from specjax.types import Cache, ModelOutput, Params
 
 
 class Decoder(nn.Module):
-    """Embedding, L blocks, final norm, output head. The residual stream is float32."""
+    """Embedding, L blocks, final norm, output head. The residual stream is float32.
+
+    With ``part`` = (i, j) only blocks i..j-1 run, on ``hidden`` unless i is 0; features are then the stream after them
+    and logits those of an exit there.
+    """
 
     config: DecoderConfig
     dtype: jnp.dtype = jnp.float32
@@ -27,16 +31,26 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, cache: Cache, logits: Literal["all", "none"] | jax.Array = "all", features=False
+        self,
+        tokens: jax.Array,
+        cache: Cache,
+        logits: Literal["all", "none"] | jax.Array = "all",
+        features: bool = False,
+        part: tuple[int, int] | None = None,
+        hidden: jax.Array | None = None,
     ) -> ModelOutput:
         c = self.config
+        first, last = part or (0, c.num_layers)
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.width), self.dtype)
         start, num_new = cache.length, tokens.shape[1]
-        x = jnp.take(embedding, tokens, axis=0, mode="clip").astype(jnp.float32)
-        if c.scaled_embedding:
-            x = x * jnp.asarray(c.width**0.5, self.dtype).astype(jnp.float32)
         positions = start[:, None] + jnp.arange(num_new, dtype=jnp.int32)
-        if c.rope is None:
+        if hidden is None:
+            x = jnp.take(embedding, tokens, axis=0, mode="clip").astype(jnp.float32)
+        else:
+            x = hidden
+        if c.scaled_embedding and hidden is None:
+            x = x * jnp.asarray(c.width**0.5, self.dtype).astype(jnp.float32)
+        if c.rope is None and hidden is None:
             table = self.param("positions", nn.initializers.normal(0.02), (c.max_positions, c.width), self.dtype)
             x = x + jnp.take(table, positions, axis=0, mode="clip").astype(jnp.float32)
         angles: dict[RopeConfig | None, Any] = {None: None}
@@ -46,33 +60,35 @@ class Decoder(nn.Module):
                     *layers.rope_frequencies(rope, c.head_dim, c.max_positions), positions
                 )
         keys, values = list(cache.k), list(cache.v)
-        first, place = 0, 0
+        begin, place = first, first
         if self.scan_layers:
-            first, place = scan.num_stacked(c), scan.period(c)
+            assert part is None  # stacked layers run all together
+            begin, place = scan.num_stacked(c), scan.period(c)
             stacks = self.get_variable("params", scan.STACK)
             x, keys[:place], values[:place] = scan.run(
                 c, self.dtype, self.attention, stacks, x, keys[:place], values[:place], start, angles
             )
-        for i in range(first, c.num_layers):
-            block, at = Block(c, c.kind(i), self.dtype, self.attention, name=f"layers_{i}"), place + i - first
+        for i in range(begin, last):
+            block, at = Block(c, c.kind(i), self.dtype, self.attention, name=f"layers_{i}"), place + i - begin
             x, keys[at], values[at] = block(x, keys[at], values[at], start, angles[c.rope_of(i)])
         cache = Cache(k=tuple(keys), v=tuple(values), length=start + num_new)
         head = embedding
         if not c.tied:
-            head = self.param("head", nn.initializers.normal(0.02), (c.vocab_size, c.width), self.dtype)
+            rows = c.head_rows or c.vocab_size
+            head = self.param("head", nn.initializers.normal(0.02), (rows, c.width), self.dtype)
         norm = layers.NORMS[c.norm](c.norm_eps, name="final_norm")
-        scores = None
+        scores, stream = None, x
         if isinstance(logits, str):
-            if logits == "none" and not features:
+            if logits == "none" and (part or not features):
                 norm(x[:, :1])  # the parameter exists in every mode
-                return ModelOutput(None, cache)
+                return ModelOutput(None, cache, stream if features else None)
             x = norm(x)
             scores = layers.soft_cap(layers.matmul(x, head), c.logit_cap) if logits == "all" else None
         else:
             x = norm(x)
             chosen = jnp.take_along_axis(x, logits[:, None, None], axis=1)
             scores = layers.soft_cap(layers.matmul(chosen, head)[:, 0], c.logit_cap)
-        return ModelOutput(scores, cache, x if features else None)
+        return ModelOutput(scores, cache, (stream if part else x) if features else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +122,12 @@ class DecoderFn:
         *,
         logits: Literal["all", "none"] | jax.Array = "all",
         features: bool = False,
+        layers: tuple[int, int] | None = None,
+        hidden: jax.Array | None = None,
     ) -> ModelOutput:
         """See ``specjax.types.ModelFn``."""
-        return self.module.apply({"params": params}, tokens, cache, logits, features)  # type: ignore[return-value]
+        out = self.module.apply({"params": params}, tokens, cache, logits, features, layers, hidden)
+        return out  # type: ignore[return-value]
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """Return an empty cache for ``batch`` rows of at least ``capacity`` positions."""

@@ -26,7 +26,7 @@ from rich.table import Table
 from specjax.checkpoint import cache_folder
 from specjax.generate import Program, Prompt
 from specjax.pair import DEFAULT_DTYPE, Draft, Model, load
-from specjax.round import speculative_round
+from specjax.round import Parts, speculative_round
 from specjax.sampling import SamplingParams, distribution, row_key
 from specjax.types import Finish
 from specjax.verify import RULES, block
@@ -78,13 +78,8 @@ def measure(target: Model, draft: Draft, gamma: int, rounds: int) -> tuple[np.nd
     for slot, ids in enumerate(prompts):
         prompt = Prompt(ids, longest, (), row_key(0, slot), SamplingParams(temperature=1.0))
         state = program.insert(params, state, prompt, slot)
-    step = jax.jit(
-        functools.partial(
-            speculative_round, target_fn=target.fn, drafter=draft.drafter, rule=rule, gamma=gamma,
-            width=gamma + 1, vocab_size=target.vocab_size,
-        ),
-        donate_argnums=1,
-    )  # fmt: skip
+    parts = Parts(target.fn, draft.drafter, rule, gamma, (gamma + 1,), target.vocab_size)
+    step = jax.jit(functools.partial(speculative_round, parts=parts), donate_argnums=1)
     token, joint = [], []
     for _ in range(rounds):
         running = np.asarray(state.finish) == Finish.RUNNING

@@ -220,6 +220,7 @@ class Call:
             gamma=gamma,
             vocab_size=target.vocab_size,
             width=options.width or default_width(gamma, target.dtype),
+            exact=options.width is not None,
             check=options.check,
             logprobs=options.logprobs or options.top_logprobs > 0,
             top_logprobs=options.top_logprobs,

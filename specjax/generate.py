@@ -19,9 +19,10 @@ from jax import lax
 from specjax import cache as kv
 from specjax import prefill, round, slots, transforms
 from specjax.sampling import GREEDY, Features, SamplingParams, features_of, stack
-from specjax.types import Cache, Drafter, Finish, ModelFn, Params, RoundState, Rule
+from specjax.types import Cache, Controller, Drafter, Finish, ModelFn, Params, RoundState, Rule
 
 MAX_GAMMA = 64
+MAX_WIDTHS = 3
 PLAIN = Features()
 
 
@@ -32,7 +33,9 @@ def make_decoder(
     rule: Rule,
     gamma: int,
     vocab_size: int,
-    width: int | None = None,
+    width: int | Sequence[int] | None = None,
+    exact: bool = False,
+    controller: Controller | None = None,
     check: bool = False,
 ) -> Callable[[dict[str, Params], RoundState, jax.Array | int], RoundState]:
     """Return the loop ``decode(params, state, round_limit) -> state``: pure, one ``lax.while_loop``, no host sync.
@@ -43,29 +46,23 @@ def make_decoder(
         target_fn: the target.
         drafter: the draft source.
         rule: the verification rule.
-        gamma: K, drafted tokens per round, 0..64.
+        gamma: K, drafted tokens per round, 0..64; a row's own ``RoundState.gamma`` may be less.
         vocab_size: V, the vocabulary in use.
-        width: W, rows of each target step, at least ``gamma + 1`` (the default).
+        width: W, rows of each target step, at least ``gamma + 1`` (the default); or up to three, ascending: each is
+            compiled, and a round takes the smallest that holds its drafts.
+        exact: no bit of the target's results may depend on the draft; one width.
+        controller: chooses gamma in every round; ``params["costs"]`` is for it.
         check: also set the status bits of broken invariants.
 
     Raises:
         ValueError: gamma or width out of range.
     """
-    width = gamma + 1 if width is None else width
     if not 0 <= gamma <= MAX_GAMMA:
         raise ValueError(f"gamma is {gamma}; expected 0..{MAX_GAMMA}.")
-    if width < gamma + 1:
-        raise ValueError(f"width is {width}; expected at least gamma + 1 = {gamma + 1}.")
-    one_round = functools.partial(
-        round.speculative_round,
-        target_fn=target_fn,
-        drafter=drafter,
-        rule=rule,
-        gamma=gamma,
-        width=width,
-        vocab_size=vocab_size,
-        check=check,
-    )
+    widths = widths_of(gamma, width)
+    if exact and len(widths) > 1:
+        raise ValueError(f"widths are {widths}; expected one where bits are to be exact.")
+    parts = round.Parts(target_fn, drafter, rule, gamma, widths, vocab_size, exact, controller, check)
 
     def decode(params: dict[str, Params], state: RoundState, round_limit: jax.Array | int) -> RoundState:
         limit = jnp.asarray(round_limit, jnp.int32)
@@ -76,11 +73,25 @@ def make_decoder(
 
         def body(carry):
             rounds, state = carry
-            return rounds + 1, one_round(params, state)[0]
+            return rounds + 1, round.speculative_round(params, state, parts)[0]
 
         return lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
 
     return decode
+
+
+def widths_of(gamma: int, width: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return the widths to compile.
+
+    Raises:
+        ValueError: not one to three, not ascending, or the last cannot hold gamma drafts.
+    """
+    given = (gamma + 1,) if width is None else (width,) if isinstance(width, int) else tuple(width)
+    if given and given[-1] < gamma + 1:
+        raise ValueError(f"width is {given[-1]}; expected at least gamma + 1 = {gamma + 1}.")
+    if not 1 <= len(given) <= MAX_WIDTHS or list(given) != sorted(set(given)) or given[0] < 1:
+        raise ValueError(f"widths are {given}; expected one to {MAX_WIDTHS}, ascending.")
+    return given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +104,7 @@ class Prompt:
         eos: ids that end the row.
         key: uint32 [2], from ``sampling.row_key``.
         sampling: how it samples.
+        gamma: the most tokens to draft per round for this row; the program's K where that is less.
     """
 
     ids: Sequence[int]
@@ -100,6 +112,7 @@ class Prompt:
     eos: Sequence[int]
     key: np.ndarray
     sampling: SamplingParams = GREEDY
+    gamma: int = MAX_GAMMA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,14 +163,16 @@ def start(
     vocab_size: int,
     logprobs: bool,
     top_logprobs: int = 0,
+    controller: Controller | None = None,
 ) -> RoundState:
     """Return the state of rows that are prefilled and have run no round.
 
     Args:
         params: ``{"target": ..., "draft": ...}``.
         tokens: [B, T] padded prompts.
-        rows: ``num_tokens`` [B], ``limit`` [B], ``eos`` [B, E], ``key`` [B, 2], ``sampling``, ``prefix`` or None.
-        target_fn, drafter: the parts.
+        rows: ``num_tokens`` [B], ``limit`` [B], ``eos`` [B, E], ``key`` [B, 2], ``sampling``, ``gamma`` [B], ``prefix``
+            or None.
+        target_fn, drafter, controller: the parts.
         capacity: positions to allocate.
         vocab_size: V, the vocabulary in use.
         logprobs: keep log-probabilities.
@@ -183,6 +198,8 @@ def start(
         key=rows["key"],
         round=zeros,
         draft_on=jnp.ones((batch,), jnp.bool_),
+        gamma=rows["gamma"],
+        control=() if controller is None else controller.init(batch),
         sampling=rows["sampling"],
         history=transforms.init_history(rows["sampling"], tokens, count, vocab_size),
         cache=prefill.prefill(target_fn, params["target"], tokens, count, capacity, rows.get("prefix")),
@@ -214,7 +231,7 @@ class Program:
     """The compiled pieces for one target, draft, rule, gamma and width. Compiles lazily, once per shape.
 
     Args:
-        target_fn, drafter, rule, gamma, vocab_size, width, check: as ``make_decoder`` takes them.
+        target_fn, drafter, rule, gamma, vocab_size, width, exact, controller, check: as ``make_decoder`` takes them.
         logprobs: keep each token's log-probability under the target's raw softmax, and as sampled.
         top_logprobs: N, and those of the N most probable tokens.
         features: the families of transforms that its rows may use; none by default, which leaves temperature.
@@ -229,7 +246,9 @@ class Program:
         rule: Rule,
         gamma: int,
         vocab_size: int,
-        width: int | None = None,
+        width: int | Sequence[int] | None = None,
+        exact: bool = False,
+        controller: Controller | None = None,
         check: bool = False,
         logprobs: bool = False,
         top_logprobs: int = 0,
@@ -237,9 +256,10 @@ class Program:
         num_eos: int = 4,
     ):
         decode = make_decoder(
-            target_fn, drafter, rule=rule, gamma=gamma, vocab_size=vocab_size, width=width, check=check
-        )
-        self.width = gamma + 1 if width is None else width
+            target_fn, drafter, rule=rule, gamma=gamma, vocab_size=vocab_size, width=width, exact=exact,
+            controller=controller, check=check,
+        )  # fmt: skip
+        self.width = widths_of(gamma, width)[-1]
         self.num_eos = num_eos
         self._features, self._vocab_size = features, vocab_size
         self._start = functools.partial(
@@ -249,6 +269,7 @@ class Program:
             vocab_size=vocab_size,
             logprobs=logprobs,
             top_logprobs=top_logprobs,
+            controller=controller,
         )
         self.greedy = rule.greedy
         self._target_fn, self._drafter, self._loop = target_fn, drafter, decode
@@ -364,6 +385,7 @@ class Program:
             "key": np.stack([p.key for p in prompts]),
             "sampling": stack([p.sampling for p in prompts], self._features, self._vocab_size),
             "prefix": None if prefix is None else prefix.of(prompts[0].ids),
+            "gamma": np.asarray([p.gamma for p in prompts], np.int32),
         }
 
     def _one_row(self, params, tokens, rows) -> RoundState:

@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import msgspec
+import numpy as np
 
 from specjax import draft as sources
-from specjax import fit
+from specjax import fit, head_ids
 from specjax.checkpoint import Checkpoint, MissingCheckpoint, load_checkpoint
 from specjax.errors import CheckpointError, SpecjaxError, UsageError
 from specjax.models import scan
@@ -25,6 +26,7 @@ DEFAULT_PAIR = "smollm2"
 DEFAULT_DTYPE = "bfloat16"
 DEFAULT_ATTENTION = "chunks"
 SPECULATION_ON = "on"
+EARLY_EXIT, MIXED = "early-exit", "mixed:"
 
 
 class DraftWarning(UserWarning):
@@ -66,7 +68,7 @@ class Draft:
     """A draft source with its parameters.
 
     Attributes:
-        name: "none", "ngram", or what the user called the model.
+        name: "none", "ngram", "early-exit:N", what the user called the model, or "mixed:" and that.
         drafter, params: the pure functions and their parameters.
         speculation: "on", or "off: reason".
     """
@@ -111,7 +113,8 @@ def load(
 
     Args:
         target: where the target is: a folder in Hugging Face layout, a .gguf file, a known name, or a hub id.
-        draft: the same, or "ngram", or "none". Default: the pair's, else "ngram".
+        draft: the same, or "ngram", "early-exit:N", "mixed:WHERE" (n-gram, else that model), or "none". Default: the
+            pair's, else "ngram".
         pair: the name of a pair in ``specjax.configs``, or a .toml file like those; excludes ``target``. With neither,
             the default pair.
         dtype: of the weights, "bfloat16" or "float32"; accumulation is float32 in both.
@@ -156,9 +159,28 @@ def names_of(target: str | Path | None, draft: str | Path | None, pair: str | Pa
     return named if draft is None else msgspec.structs.replace(named, draft=str(draft))
 
 
-def sources_without_model() -> tuple[str, ...]:
-    """Return the drafts that need no model of their own."""
-    return ("ngram", "none")
+def model_in(draft: str) -> str | None:
+    """Return where the model of a draft is, or None for a draft without a model of its own.
+
+    Raises:
+        UsageError: early-exit without a number of layers, or mixed without a model.
+    """
+    if draft in ("ngram", "none") or _exit_layers(draft) is not None:
+        return None
+    where = draft.removeprefix(MIXED)
+    if draft != where and (not where or model_in(where) is None):
+        raise UsageError(f"Draft {draft!r} names no model; expected mixed:WHERE.")
+    return where
+
+
+def _exit_layers(draft: str) -> int | None:
+    """Return N of "early-exit:N", or None for another draft."""
+    name, _, layers = draft.partition(":")
+    if name != EARLY_EXIT:
+        return None
+    if not (layers.isdecimal() and int(layers) > 0):
+        raise UsageError(f"Draft {draft!r}: expected early-exit:N, N being the number of layers to draft with.")
+    return int(layers)
 
 
 def pair_names() -> list[str]:
@@ -189,6 +211,8 @@ def read_pair(pair: str | Path) -> PairConfig:
         return config
 
     def beside(where: str) -> str:
+        if where.startswith(MIXED):
+            return MIXED + beside(where.removeprefix(MIXED))
         return str(path.parent / where) if (path.parent / where).exists() else where
 
     return msgspec.structs.replace(config, target=beside(config.target), draft=beside(config.draft))
@@ -244,21 +268,30 @@ def model_of(
     )
 
 
-def _load_draft(where: str | Path, target: Model, require: bool, form: dict[str, Any]) -> Draft:
-    if str(where) == "none":
+def _load_draft(name: str, target: Model, require: bool, form: dict[str, Any]) -> Draft:
+    where, layers = model_in(name), _exit_layers(name)
+    if layers is not None:
+        return early_exit_of(target, layers)
+    if name == "none":
         return no_draft()
-    if str(where) == "ngram":
+    if where is None:
         return Draft("ngram", sources.ngram_drafter(), {})
     try:
-        model = load_model(where, **form)
+        checkpoint = load_checkpoint(where, dtype=form["dtype"], progress=form["progress"])
+        tokenizer = load_tokenizer(checkpoint.folder)
+        model = model_of(checkpoint, tokenizer, form["dtype"], form["attention"], form["scan_layers"])
+        ids = head_ids.read(checkpoint.folder, model.vocab_size)
     except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError) as error:
         missing = isinstance(error, MissingCheckpoint)
         return unusable(where, f"{'missing' if missing else 'cannot be loaded'}: {first_line(error)}", require)
-    return draft_of(model, target)
+    draft = draft_of(model, target, ids)
+    if name.startswith(MIXED):
+        return dataclasses.replace(draft, name=MIXED + draft.name, drafter=sources.mixed_drafter(draft.drafter))
+    return draft
 
 
-def draft_of(model: Model, target: Model) -> Draft:
-    """Return a model as the draft of a target.
+def draft_of(model: Model, target: Model, ids: np.ndarray | None = None) -> Draft:
+    """Return a model as the draft of a target; with ``ids`` its head scores those tokens alone.
 
     Raises:
         UsageError: the two do not fit: other tokenizers, or (where there is none to compare) other sizes.
@@ -269,7 +302,32 @@ def draft_of(model: Model, target: Model) -> Draft:
     for message in found.warnings:
         warnings.warn(message, PairWarning, stacklevel=2)
     context = model.max_positions if model.max_positions < target.max_positions else None
-    return Draft(model.name, sources.model_drafter(model.fn, target.vocab_size, context), model.params)
+    fn, params = model.fn, model.params
+    if ids is not None:
+        assert isinstance(fn, DecoderFn)
+        ids = ids[ids < target.vocab_size]
+        cut, cut_params = head_ids.trim(fn, params, ids)
+        fn, params = sources.TrimmedFn(cut, target.vocab_size), {"model": cut_params, "ids": ids}
+    return Draft(model.name, sources.model_drafter(fn, target.vocab_size, context), params)
+
+
+def early_exit_of(target: Model, layers: int) -> Draft:
+    """Return the first layers of a target as its draft.
+
+    Raises:
+        UsageError: it has not more layers than that, or they are stacked.
+    """
+    fn = target.fn
+    if isinstance(fn, DecoderFn) and fn.scan_layers:
+        raise UsageError(
+            f"{EARLY_EXIT}:{layers} runs some layers by themselves, and scan_layers stacks them; leave one."
+        )
+    total = fn.config.num_layers if isinstance(fn, DecoderFn) else None
+    if total is not None and layers >= total:
+        raise UsageError(f"early-exit:{layers}: {target.name} has {total} layers; expected 1..{total - 1}.")
+    rows = 2 if target.dtype == "bfloat16" else 1
+    drafter = sources.early_exit_drafter(target.fn, layers, target.vocab_size, least_rows=rows)
+    return Draft(f"{EARLY_EXIT}:{layers}", drafter, {})
 
 
 def side_of(model: Model) -> fit.Side:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax import cache as kv
-from specjax import numerics, transforms, truncation
+from specjax import numerics, round_check, transforms, truncation
 from specjax import sampling as s
 from specjax.types import (
     Context,
+    Controller,
+    ControlView,
     Drafter,
     DraftView,
     Finish,
     ModelFn,
+    ModelOutput,
+    Outcome,
     Params,
     Proposal,
     Purpose,
@@ -25,70 +31,75 @@ from specjax.types import (
     RoundState,
     Rule,
     Status,
+    TargetView,
     Verdict,
 )
 
 
+@dataclass(frozen=True)
+class Parts:
+    """A round's static choices.
+
+    Attributes:
+        target_fn, drafter, rule: the parts.
+        gamma: K, the most tokens drafted per round.
+        widths: rows of the target's step that are compiled, ascending, the last at least K + 1: a round takes the
+            smallest that holds its drafts. Rows past them are padding.
+        vocab_size: V, the vocabulary in use; further logits are dropped.
+        exact: no bit of the target's results may depend on the draft; there is one width.
+        controller: chooses gamma, or None: each row drafts what ``RoundState.gamma`` says.
+        check: compare the invariants and set status bits.
+    """
+
+    target_fn: ModelFn
+    drafter: Drafter
+    rule: Rule
+    gamma: int
+    widths: tuple[int, ...]
+    vocab_size: int
+    exact: bool = False
+    controller: Controller | None = None
+    check: bool = False
+
+
 def speculative_round(
-    params: dict[str, Params],
-    state: RoundState,
-    *,
-    target_fn: ModelFn,
-    drafter: Drafter,
-    rule: Rule,
-    gamma: int,
-    width: int,
-    vocab_size: int,
-    check: bool = False,
-) -> tuple[RoundState, RoundInfo]:
+    params: dict[str, Params], state: RoundState, parts: Parts
+) -> tuple[RoundState, RoundInfo | None]:
     """Run one round on every running row; the others keep their state.
 
     Args:
-        params: ``{"target": ..., "draft": ...}``.
+        params: ``{"target": ..., "draft": ...}``, and "costs" where the controller wants them.
         state: the loop's state.
-        target_fn, drafter, rule: the parts.
-        gamma: K, drafted tokens per round.
-        width: W >= K + 1, rows of the target's step; rows past K + 1 are padding.
-        vocab_size: V, the vocabulary in use; further logits are dropped.
-        check: compare the invariants and set status bits.
+        parts: the static choices.
 
     Returns:
-        The new state and what the round did.
+        The new state and what the round did; None where there are several widths.
     """
-    running = state.finish == Finish.RUNNING
-    keys = round_keys(state, gamma, rule)
+    old = state
+    view = _control_view(params, state, parts)
+    gamma = _gamma(state, view, parts)
+    keys = round_keys(state, parts.gamma, parts.rule)
     context = transforms.begin(
         state.sampling, state.history, state.tokens, state.prompt_length, state.num_tokens, state.eos
     )
-    proposal, draft_state = _draft(params, state, drafter, gamma, rule.greedy, keys, context)
-
-    last = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
-    block = jnp.concatenate([last, proposal.tokens], axis=1)
-    block = jnp.pad(block, ((0, 0), (0, width - gamma - 1)))
-    out = target_fn(params["target"], block, state.cache, logits="all")
-    assert out.logits is not None
-    all_logits = out.logits[..., :vocab_size]
-    raw = all_logits[:, : gamma + 1]
-    logits, states = transforms.shape_block(raw, state.sampling, context, proposal.tokens)
-    verdict = rule.verify(logits, proposal, state.sampling, keys)
-
-    state = replace(state, draft_on=state.draft_on & (proposal.finite | ~running))
-    emitted, num_emitted, finish, status = _cut(state, proposal, verdict, raw, logits, running)
-    new = _commit(state, proposal, verdict, emitted, num_emitted)
-    new = _record_logprobs(new, all_logits, logits, emitted, at=state.num_tokens)
-    new = replace(
-        new,
-        history=transforms.commit(state.history, states, emitted, num_emitted),
-        finish=finish,
-        status=status | jnp.where(running & ~proposal.finite, int(Status.DRAFT_NOT_FINITE), 0),
-        round=state.round + running,
-        cache=kv.rollback(out.cache, jnp.where(running, new.num_tokens - 1, state.cache.length)),
-        draft=drafter.rollback(draft_state, jnp.maximum(new.num_tokens, 1)),
-    )
-    if check:
-        new = replace(new, status=new.status | _broken(state, new, drafter, running, num_emitted, vocab_size, width))
-        new = replace(new, status=new.status | _forbidden(new, logits, emitted, num_emitted))
-    return new, RoundInfo(proposal, logits, verdict, emitted, num_emitted)
+    state, proposal = _draft(params, state, gamma, keys, context, parts)
+    begun = _Begun(proposal, keys, context)
+    if len(parts.widths) == 1:
+        index = jnp.int32(0)
+        state, info = _verify(params, state, begun, parts, parts.widths[0])
+        accepted, emitted = info.verdict.num_accepted, info.num_emitted
+    else:
+        info = None
+        index = jnp.searchsorted(jnp.asarray(parts.widths), jnp.max(proposal.num_drafted) + 1).astype(jnp.int32)
+        state, accepted, emitted = _verify_at(params, state, begun, parts, index)
+    if parts.controller is not None:
+        steps = jnp.max(gamma) if proposal.steps is None else proposal.steps
+        outcome = Outcome(gamma, steps, proposal.num_drafted, accepted, emitted, index)
+        state = replace(state, control=parts.controller.update(state.control, view, outcome))
+    if parts.check:
+        broken = round_check.broken(old, state, gamma, emitted, parts.drafter, parts.vocab_size, parts.widths[-1])
+        state = replace(state, status=state.status | broken)
+    return state, info
 
 
 def round_keys(state: RoundState, gamma: int, rule: Rule) -> RoundKeys:
@@ -96,32 +107,148 @@ def round_keys(state: RoundState, gamma: int, rule: Rule) -> RoundKeys:
     fresh = s.fold(state.key, state.round)
     base = s.purpose_key(state.key, Purpose.COUPLED) if rule.coupled else s.purpose_key(fresh, Purpose.DRAFT)
     first = state.num_tokens if rule.coupled else jnp.zeros_like(state.num_tokens)
-    place = jnp.stack([s.fold(base, first + i) for i in range(gamma + 1)], axis=1)
+    place = jax.vmap(lambda i: s.fold(base, first + i), out_axes=1)(jnp.arange(gamma + 1))
     return RoundKeys(round=fresh, place=place)
+
+
+def _control_view(params: dict[str, Params], state: RoundState, parts: Parts) -> ControlView:
+    drafter, running = parts.drafter, state.finish == Finish.RUNNING
+    num_tokens = jnp.maximum(state.num_tokens, 1)
+    on = running & state.draft_on
+    if drafter.max_positions is not None:
+        # Past its own context a draft is not asked.
+        on = on & (num_tokens + parts.gamma <= drafter.max_positions)
+    length = drafter.length(state.draft)
+    lag = jnp.zeros_like(num_tokens) if length is None else jnp.maximum(num_tokens - 2 - length, 0)
+    return ControlView(
+        running=running,
+        num_new=state.num_tokens - state.prompt_length,
+        room=state.limit - state.num_tokens,
+        round=state.round,
+        lag=lag,
+        allowed=jnp.where(on, jnp.minimum(state.gamma, parts.gamma), 0),
+        costs=params.get("costs"),
+    )
+
+
+def _gamma(state: RoundState, view: ControlView, parts: Parts) -> Int[Array, " B"]:
+    """Return how many tokens each row may draft now."""
+    if parts.controller is None:
+        return view.allowed
+    return jnp.clip(parts.controller.choose(state.control, view), 0, view.allowed)
 
 
 def _draft(
     params: dict[str, Params],
     state: RoundState,
-    drafter: Drafter,
-    gamma: int,
-    greedy: bool,
+    gamma: Int[Array, " B"],
     keys: RoundKeys,
     context: Context | None,
-) -> tuple[Proposal, object]:
-    num_tokens = jnp.maximum(state.num_tokens, 1)
-    sampling = s.for_draft(state.sampling)
-    view = DraftView(tokens=state.tokens, num_tokens=num_tokens, sampling=sampling, keys=keys, context=context)
-    proposal, draft_state = drafter.propose(params["draft"], state.draft, view, gamma, greedy)
-    on = state.draft_on
-    if drafter.max_positions is not None:
-        # Past its own context a draft is not asked; what it computes there counts for nothing.
-        on = on & (num_tokens + gamma <= drafter.max_positions)
-    finite = proposal.finite | ~on
-    return (
-        replace(proposal, num_drafted=jnp.where(on & finite, proposal.num_drafted, 0), finite=finite),
-        draft_state,
+    parts: Parts,
+) -> tuple[RoundState, Proposal]:
+    drafter = parts.drafter
+    target = None
+    if drafter.on_target:
+        target = TargetView(params["target"], state.cache, width=parts.widths[-1], exact=parts.exact)
+    view = DraftView(
+        tokens=state.tokens,
+        num_tokens=jnp.maximum(state.num_tokens, 1),
+        sampling=s.for_draft(state.sampling),
+        keys=keys,
+        gamma=gamma,
+        context=context,
+        target=target,
+        may_lag=parts.controller is not None,
     )
+    proposal, draft_state = drafter.propose(params["draft"], state.draft, view, parts.gamma, parts.rule.greedy)
+    asked = gamma > 0
+    finite = proposal.finite | ~asked
+    cache = state.cache if proposal.begun is None else proposal.begun.cache
+    state = replace(
+        state,
+        draft=draft_state,
+        draft_on=state.draft_on & finite,
+        status=state.status | jnp.where(finite, 0, int(Status.DRAFT_NOT_FINITE)),
+        cache=cache,
+    )
+    num_drafted = jnp.where(finite, jnp.minimum(proposal.num_drafted, gamma), 0)
+    return state, replace(proposal, num_drafted=num_drafted, finite=finite)
+
+
+@flax.struct.dataclass
+class _Begun:
+    """A round after drafting: what verification needs besides the state."""
+
+    proposal: Proposal
+    keys: RoundKeys
+    context: Context | None
+
+
+def _verify_at(
+    params: dict[str, Params], state: RoundState, begun: _Begun, parts: Parts, index: jax.Array
+) -> tuple[RoundState, jax.Array, jax.Array]:
+    """Verify at one of the widths; return the new state, the accepted drafts and the committed tokens, [B] each.
+
+    One loop of at most one trip for each width: a ``lax.switch`` copies every cache it touches in every round (on CPU
+    with jax < 0.11), a loop does not.
+    """
+    zeros = jnp.zeros_like(begun.proposal.num_drafted)
+    carry = (state, zeros, zeros)
+    for i, width in enumerate(parts.widths):
+
+        def once(pending, width=width):
+            new, info = _verify(params, pending[1][0], begun, parts, width)
+            return jnp.bool_(False), (new, info.verdict.num_accepted, info.num_emitted)
+
+        carry = lax.while_loop(lambda pending: pending[0], once, (index == i, carry))[1]
+    return carry
+
+
+def _verify(
+    params: dict[str, Params], state: RoundState, begun: _Begun, parts: Parts, width: int
+) -> tuple[RoundState, RoundInfo]:
+    """Score the drafts that fit into ``width`` rows, judge them, commit, roll back."""
+    gamma = min(parts.gamma, width - 1)
+    running = state.finish == Finish.RUNNING
+    proposal = begun.proposal
+    probs = None if proposal.probs is None else proposal.probs[:, :gamma]
+    proposal = replace(proposal, tokens=proposal.tokens[:, :gamma], probs=probs)
+    keys = replace(begun.keys, place=begun.keys.place[:, : gamma + 1])
+    out = _score(params, state, proposal, parts.target_fn, width)
+    assert out.logits is not None
+    all_logits = out.logits[..., : parts.vocab_size]
+    raw = all_logits[:, : gamma + 1]
+    logits, states = transforms.shape_block(raw, state.sampling, begun.context, proposal.tokens)
+    verdict = parts.rule.verify(logits, proposal, state.sampling, keys)
+    emitted, num_emitted, finish, status = _cut(state, proposal, verdict, raw, logits, running)
+    new = _commit(state, proposal, verdict, emitted, num_emitted)
+    new = _record_logprobs(new, all_logits, logits, emitted, at=state.num_tokens)
+    new = replace(
+        new,
+        history=transforms.commit(state.history, states, emitted, num_emitted),
+        finish=finish,
+        status=status,
+        round=state.round + running,
+        cache=kv.rollback(out.cache, jnp.where(running, new.num_tokens - 1, state.cache.length)),
+        draft=parts.drafter.rollback(state.draft, jnp.maximum(new.num_tokens, 1)),
+    )
+    if parts.check:
+        new = replace(new, status=new.status | round_check.forbidden(new, logits, emitted, num_emitted))
+    return new, RoundInfo(proposal, logits, verdict, emitted, num_emitted)
+
+
+def _score(
+    params: dict[str, Params], state: RoundState, proposal: Proposal, target_fn: ModelFn, width: int
+) -> ModelOutput:
+    """Run the target over the last token and the drafts, or the part of it that drafting has left."""
+    last = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
+    block = jnp.concatenate([last, proposal.tokens], axis=1)
+    block = jnp.pad(block, ((0, 0), (0, width - block.shape[1])))
+    begun = proposal.begun
+    if begun is None:
+        return target_fn(params["target"], block, state.cache, logits="all")
+    rest = (begun.layers, len(state.cache.k))
+    return target_fn(params["target"], block, state.cache, logits="all", layers=rest, hidden=begun.hidden[:, :width])
 
 
 def _cut(
@@ -222,37 +349,3 @@ def _append(buffer: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(b, n.astype(b.dtype), (i, *(0,) * (b.ndim - 1)))
 
     return jax.vmap(write)(buffer, new, at)
-
-
-def _broken(old, new: RoundState, drafter: Drafter, running, num_emitted, vocab_size: int, width: int) -> jax.Array:
-    """Return status bits for what an invariant forbids."""
-
-    def bit(flag: Status, wrong: jax.Array) -> jax.Array:
-        return jnp.where(wrong, int(flag), 0)
-
-    bits = bit(Status.TARGET_CACHE_LENGTH, running & (new.cache.length != new.num_tokens - 1))
-    length = drafter.length(new.draft)
-    if length is not None:
-        short = (length < new.num_tokens - 2) | (length > new.num_tokens - 1)
-        bits |= bit(Status.DRAFT_CACHE_LENGTH, running & short)
-    positions = jnp.arange(new.tokens.shape[1])
-    output = (positions >= new.prompt_length[:, None]) & (positions < new.num_tokens[:, None])
-    wild = output & ((new.tokens < 0) | (new.tokens >= vocab_size))
-    bits |= bit(Status.TOKEN_OUT_OF_RANGE, jnp.any(wild, axis=1))
-    inner = output & (positions < new.num_tokens[:, None] - 1)
-    early = inner & jnp.any(new.tokens[:, :, None] == new.eos[:, None, :], axis=-1)
-    bits |= bit(Status.AFTER_END, jnp.any(early, axis=1) | (new.num_tokens > new.limit) & running)
-    bits |= bit(Status.AFTER_END, ~running & (num_emitted > 0))
-    bits |= bit(Status.CACHE_OVERRUN, old.num_tokens - 1 + width > new.tokens.shape[1])
-    return bits
-
-
-def _forbidden(new: RoundState, logits: jax.Array, emitted: jax.Array, num_emitted: jax.Array) -> jax.Array:
-    """Return status bits for transforms that were not in force, or that count what is not there."""
-    visible = jnp.arange(emitted.shape[1]) < num_emitted[:, None]
-    banned = jnp.any(visible & jnp.isneginf(_chosen(logits, emitted)), axis=1)
-    bits = jnp.where(banned, int(Status.TOKEN_FORBIDDEN), 0)
-    if new.history.counts is not None:
-        miscounted = jnp.sum(new.history.counts, axis=1) != new.num_tokens - new.prompt_length
-        bits |= jnp.where(miscounted, int(Status.HISTORY), 0)
-    return bits

@@ -45,7 +45,7 @@ def in_step(state: RoundState, drafter: Drafter) -> jax.Array:
     fits = state.cache.length == state.num_tokens - 1
     length = drafter.length(state.draft)
     if length is not None:
-        fits &= (length >= state.num_tokens - 2) & (length <= state.num_tokens - 1)
+        fits &= length <= state.num_tokens - 1  # fewer where the row sat out rounds
     return fits | (state.finish != Finish.RUNNING)
 
 

@@ -7,7 +7,8 @@ Invariants (tests/test_invariants.py; at run time under ``check=True``):
 
 1. At a round's end the target's cache holds every committed token but the last one. A draft model's cache holds
    them too, or all but the last two after a fully accepted round: its every step feeds the two newest tokens, so
-   the missing entry is always filled before it is needed.
+   the missing entry is always filled before it is needed. In a row that it sat out it holds a prefix of them, and
+   catches up before it drafts again.
 2. Rows of a cache at or past ``length`` are never attended, so rollback only sets ``length``.
 3. A row ends at its limit exactly, with reason "length". The program allocates at least W rows more than the
    longest limit, so no write can start where it would be clamped.
@@ -29,12 +30,13 @@ import flax.struct
 import jax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from specjax.types_control import Controller, ControlView, Outcome
 from specjax.types_sampling import Constraint, Context, History, Penalties, RowSampling, Truncation
 
 __all__ = [
-    "Cache", "Constraint", "Context", "DraftView", "Drafter", "Finish", "History", "ModelFn", "ModelOutput", "Params",
-    "Penalties", "Proposal", "Purpose", "RoundInfo", "RoundKeys", "RoundState", "RowSampling", "Rule", "Status",
-    "Truncation", "Verdict",
+    "Begun", "Cache", "Constraint", "Context", "ControlView", "Controller", "DraftView", "Drafter", "Finish", "History",
+    "ModelFn", "ModelOutput", "Outcome", "Params", "Penalties", "Proposal", "Purpose", "RoundInfo", "RoundKeys",
+    "RoundState", "RowSampling", "Rule", "Status", "TargetView", "Truncation", "Verdict",
 ]  # fmt: skip
 
 Params = Any  # nested dict of arrays
@@ -81,8 +83,15 @@ class ModelFn(Protocol):
         *,
         logits: Literal["all", "none"] | Int[Array, " B"] = "all",
         features: bool = False,
+        layers: tuple[int, int] | None = None,
+        hidden: Float[Array, "B T D"] | None = None,
     ) -> ModelOutput:
-        """Run T new tokens per row at positions ``cache.length + (0..T-1)``."""
+        """Run T new tokens per row at positions ``cache.length + (0..T-1)``.
+
+        Only an early exit asks for a part: ``layers`` = (i, j) runs layers i..j-1, on ``hidden`` unless i is 0, and
+        writes their entries alone. Features are then the stream after layer j - 1 (the next part's ``hidden``), and
+        logits are those of an exit there. The core passes neither argument elsewhere.
+        """
         ...
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
@@ -145,6 +154,23 @@ class RoundKeys:
 
 
 @flax.struct.dataclass
+class TargetView:
+    """The target, for a draft source that runs a part of it.
+
+    Attributes:
+        params: the target's.
+        cache: the target's; it holds every committed token but the last.
+        width: W, rows of the target's step.
+        exact: the bits of the target's entries must not depend on the draft: every part runs over W rows.
+    """
+
+    params: Params
+    cache: Cache
+    width: int = flax.struct.field(pytree_node=False)
+    exact: bool = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
 class DraftView:
     """What a draft source may look at: the committed tokens and nothing past them.
 
@@ -154,13 +180,36 @@ class DraftView:
         sampling: the rows' settings, the draft's own in place.
         keys: this round's keys.
         context: of the first drafted position; ``specjax.transforms`` moves it on. None where no transform needs it.
+        gamma: [B] int32, 0..K: the most tokens that each row may draft in this round. Where all are 0 nothing need
+            be computed.
+        target: for a source with ``on_target``, else None.
+        may_lag: rows may have sat out rounds, so a cache of the source's own may lack entries.
     """
 
     tokens: Int[Array, "B S"]
     num_tokens: Int[Array, " B"]
     sampling: RowSampling
     keys: RoundKeys
+    gamma: Int[Array, " B"]
     context: Context | None = None
+    target: TargetView | None = None
+    may_lag: bool = flax.struct.field(pytree_node=False, default=False)
+
+
+@flax.struct.dataclass
+class Begun:
+    """The part of the target's step over a block that drafting it has done already.
+
+    Attributes:
+        cache: the target's, with the entries of layers 0..layers-1 written for every drafted token; ``length`` is
+            where the block begins.
+        hidden: [B, W, D] float32, the stream after those layers for the block: last token, drafts, padding.
+        layers: how many layers.
+    """
+
+    cache: Cache
+    hidden: Float[Array, "B W D"]
+    layers: int = flax.struct.field(pytree_node=False)
 
 
 @flax.struct.dataclass
@@ -173,12 +222,16 @@ class Proposal:
             whose q is one-hot.
         num_drafted: [B] int32, 0..K: how many of the tokens count in each row.
         finite: [B] bool; False makes the round plain for that row and switches its draft off.
+        begun: what has been done of the target's step, from a source with ``on_target``, else None.
+        steps: int32, the draft steps that ran; None: as many as the largest gamma.
     """
 
     tokens: Int[Array, "B K"]
     probs: Float[Array, "B K V"] | None
     num_drafted: Int[Array, " B"]
     finite: Bool[Array, " B"]
+    begun: Begun | None = None
+    steps: Int[Array, ""] | None = None
 
 
 @flax.struct.dataclass
@@ -202,9 +255,12 @@ class Drafter(NamedTuple):
         propose: ``(params, state, view, gamma, greedy) -> (Proposal, state)``. ``gamma`` and ``greedy`` are Python
             values; under ``greedy`` every row has temperature 0 and ``probs`` is None.
         rollback: ``(state, num_tokens [B]) -> state``: only that many tokens are committed now.
-        length: ``state -> [B]`` or None: the valid length of the draft's cache, for ``check=True``.
+        length: ``state -> [B]`` or None: the valid length of the draft's cache, for ``check=True`` and for the cost of
+            catching up.
         max_positions: its context length where that is shorter than the target's, else None: a row goes on without
             speculation where a round's drafts would pass it.
+        on_target: it runs a part of the target: the view has ``target``, the proposal ``begun``, in every round.
+        lazy: its cache may lag behind also in a row that drafted, as it does where another source drafts for a row.
     """
 
     init: Callable[[Params, jax.Array, jax.Array, int], Any]
@@ -212,6 +268,8 @@ class Drafter(NamedTuple):
     rollback: Callable[[Any, jax.Array], Any]
     length: Callable[[Any], jax.Array | None] = lambda state: None
     max_positions: int | None = None
+    on_target: bool = False
+    lazy: bool = False
 
 
 class Rule(NamedTuple):
@@ -249,6 +307,8 @@ class RoundState:
         key: [B, 2] uint32, the row's key.
         round: [B] int32, rounds this row has run.
         draft_on: [B] bool.
+        gamma: [B] int32, the most tokens the row may draft per round; the program's K is a bound of its own.
+        control: the controller's per-row state, () without one.
         sampling: the rows' settings.
         history: what their transforms remember.
         cache: the target's.
@@ -271,6 +331,8 @@ class RoundState:
     key: UInt32[Array, "B 2"]
     round: Int[Array, " B"]
     draft_on: Bool[Array, " B"]
+    gamma: Int[Array, " B"]
+    control: Any
     sampling: RowSampling
     history: History
     cache: Cache

@@ -29,6 +29,7 @@ def view_of(prompts, temperature: float, gamma: int, names=None) -> DraftView:
         num_tokens=jnp.asarray([len(p) for p in prompts], jnp.int32),
         sampling=RowSampling(jnp.full(len(prompts), temperature, jnp.float32)),
         keys=toys.keys_of(jnp.asarray(keys), gamma),
+        gamma=jnp.full(len(prompts), gamma, jnp.int32),
     )
 
 

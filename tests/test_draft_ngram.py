@@ -46,6 +46,7 @@ def look_up(rows: list[list[int]], min_n: int = 1, max_n: int = 3, gamma: int = 
         num_tokens=jnp.asarray([len(ids) for ids in rows], jnp.int32),
         sampling=RowSampling(jnp.zeros(BATCH)),
         keys=keys_of(jnp.zeros((BATCH, 2), jnp.uint32), GAMMA),
+        gamma=jnp.full(BATCH, gamma, jnp.int32),
     )
     proposal = compiled(min_n, max_n, gamma)(view)
     assert proposal.probs is None

@@ -14,7 +14,7 @@ import tokenizers
 import specjax
 from specjax.errors import CheckpointError, UsageError
 from specjax.models.decoder import DecoderFn
-from specjax.pair import DraftWarning, Model, Pair, draft_of, load, no_draft, pair_names, read_pair
+from specjax.pair import DraftWarning, Model, Pair, draft_of, load, model_in, no_draft, pair_names, read_pair
 from specjax.text import Tokenizer
 
 TARGET, NEAR = t.DATA / t.TARGET, t.DATA / t.NEAR
@@ -33,9 +33,37 @@ def test_a_pair_of_folders_generates(tiny_pair):
     assert (tiny_pair.target.eos_ids, tiny_pair.target.bos_id, tiny_pair.target.vocab_size) == ((2,), 1, 320)
 
 
-@pytest.mark.parametrize(("draft", "name"), [("none", "none"), ("ngram", "ngram"), (None, "ngram")])
+@pytest.mark.parametrize(
+    ("draft", "name"), [("none", "none"), ("ngram", "ngram"), (None, "ngram"), ("early-exit:2", "early-exit:2")]
+)
 def test_drafts_without_weights(draft, name):
-    assert load(TARGET, draft, dtype="float32").draft.name == name
+    loaded = load(TARGET, draft, dtype="float32").draft
+    assert loaded.name == name
+    assert jax.tree.leaves(loaded.params) == []
+
+
+def test_a_mixed_draft_holds_the_model_it_names():
+    loaded = load(TARGET, f"mixed:{NEAR}", dtype="float32").draft
+    assert loaded.name == f"mixed:{NEAR}"
+    assert loaded.drafter.lazy
+    assert model_in(loaded.name) == str(NEAR)
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        ("early-exit", "expected early-exit:N"),
+        ("early-exit:0", "expected early-exit:N"),
+        ("early-exit:two", "expected early-exit:N"),
+        ("early-exit:3", r"has 3 layers; expected 1\.\.2"),
+        ("mixed:", "names no model"),
+        ("mixed:ngram", "names no model"),
+        ("mixed:early-exit:1", "names no model"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(draft, words):
+    with pytest.raises(UsageError, match=words):
+        load(TARGET, draft, dtype="float32")
 
 
 def broken_folder(tmp_path, fault: str):

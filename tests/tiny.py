@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoint import load_folder
-from specjax.draft import model_drafter, ngram_drafter, no_drafter
+from specjax.draft import early_exit_drafter, mixed_drafter, model_drafter, ngram_drafter, no_drafter
 from specjax.engine import Engine, Request, Result
 from specjax.generate import Program, Prompt
 from specjax.models.decoder import DecoderFn
 from specjax.pair import Draft, Model, Pair
 from specjax.sampling import SamplingParams, row_key
-from specjax.types import Drafter
+from specjax.types import Controller, Drafter
 from specjax.verify import RULES
 
 DATA = Path(__file__).parent / "data"
@@ -81,8 +81,12 @@ def drafter(source: str, fn: DecoderFn | None = None, vocab: int = VOCAB) -> Dra
         return no_drafter()
     if source == "ngram":
         return ngram_drafter()
-    assert source == "model"
     assert fn is not None
+    if source == "early_exit":
+        return early_exit_drafter(fn, 1, vocab)
+    if source == "mixed":
+        return mixed_drafter(drafter("model", fn, vocab))
+    assert source == "model"
     return model_drafter(fn, vocab)
 
 
@@ -97,6 +101,9 @@ def program(
     width: int | None = None,
     vocab: int = VOCAB,
     check: bool = True,
+    exact: bool = False,
+    widths: tuple[int, ...] | None = None,
+    controller: Controller | None = None,
 ) -> Program:
     """Return a program with log-probabilities, always the same object for the same parts."""
     return Program(
@@ -105,7 +112,9 @@ def program(
         rule=RULES[rule],
         gamma=gamma,
         vocab_size=vocab,
-        width=width,
+        width=widths or width,
+        exact=exact,
+        controller=controller,
         check=check,
         logprobs=True,
     )

@@ -14,11 +14,22 @@ from scipy.special import chdtrc
 
 from specjax import cache as kv
 from specjax.draft import model_drafter
-from specjax.generate import capacity_for, make_decoder
+from specjax.generate import capacity_for, make_decoder, widths_of
 from specjax.generate import start as start_rows
 from specjax.reference_transforms import transformed
 from specjax.sampling import SamplingParams, features_of, fold, purpose_key, row_key, stack
-from specjax.types import Cache, Constraint, Drafter, Finish, ModelOutput, Purpose, RoundKeys, RoundState, Rule
+from specjax.types import (
+    Cache,
+    Constraint,
+    Controller,
+    Drafter,
+    Finish,
+    ModelOutput,
+    Purpose,
+    RoundKeys,
+    RoundState,
+    Rule,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +56,44 @@ class MarkovFn:
         if not isinstance(logits, str):
             scores = jnp.take_along_axis(scores, logits[:, None, None], axis=1)[:, 0]
         return ModelOutput(scores, new)
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoPartFn:
+    """A Markov target of two layers, each with entries of its own; an exit after the first has a table of its own.
+
+    Parameters: ``{"exit": [V, V, V], "final": [V, V, V]}``. The stream [B, T, 1] carries the token ids.
+    """
+
+    vocab: int
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        return kv.init(batch, capacity, 2, 1, 1, jnp.float32)
+
+    def __call__(self, params, tokens, cache, *, logits="all", features=False, layers=None, hidden=None) -> ModelOutput:
+        first, last = layers or (0, 2)
+        stream = tokens[..., None].astype(jnp.float32) if hidden is None else hidden
+        at = cache.length[:, None] + jnp.arange(stream.shape[1])
+        held = list(cache.k)
+        for i in range(first, last):
+            held[i] = kv.write(held[i], stream[:, None], cache.length)
+        before = jnp.take_along_axis(held[last - 1][:, 0, :, 0], jnp.maximum(at - 1, 0), axis=1).astype(jnp.int32)
+        before = jnp.where(at > 0, before, 0)
+        new = Cache(k=tuple(held), v=cache.v, length=cache.length + stream.shape[1])
+        scores = jnp.asarray(params["final" if last == 2 else "exit"])[before, stream[..., 0].astype(jnp.int32)]
+        if isinstance(logits, str):
+            scores = scores if logits == "all" else None
+        else:
+            scores = jnp.take_along_axis(scores, logits[:, None, None], axis=1)[:, 0]
+        return ModelOutput(scores, new, stream if features else None)
+
+
+def world(drafter: Drafter, target_table: np.ndarray, draft_params: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the target that a draft source runs on, and both parameters: a part of it where the source wants one."""
+    vocab = len(target_table)
+    if drafter.on_target:
+        return TwoPartFn(vocab), {"target": {"exit": draft_params, "final": target_table}, "draft": {}}
+    return MarkovFn(vocab), {"target": target_table, "draft": draft_params}
 
 
 def table(vocab: int, seed: int, sharpness: float = 1.0) -> np.ndarray:
@@ -163,12 +212,14 @@ def run_batch(
     eos: int | list[int] | None = None,
     temperature: float | list[float] = 1.0,
     seed: int = 0,
-    width: int | None = None,
+    width: int | tuple[int, ...] | None = None,
     check: bool = True,
     round_limit: int = 1000,
     logprobs: bool = False,
     sampling: list[SamplingParams] | None = None,
     constraint: Constraint | None = None,
+    exact: bool = False,
+    controller: Controller | None = None,
 ) -> Run:
     """Decode a ragged batch in one call, without the engine; ``sampling`` says more than ``temperature``."""
     count = len(prompts)
@@ -188,10 +239,11 @@ def run_batch(
         "eos": np.broadcast_to(np.asarray(-1 if eos is None else eos, np.int32).reshape(-1, 1), (count, 1)),
         "key": keys(jnp.arange(count, dtype=jnp.uint32)),
         "sampling": stack(sampling, features_of(sampling, constraint), vocab),
+        "gamma": np.full(count, gamma, np.int32),
     }
-    width = gamma + 1 if width is None else width
+    capacity = capacity_for(longest, widths_of(gamma, width)[-1])
     start, decode = _compiled(
-        target_fn, drafter, rule, gamma, vocab, width, check, logprobs, capacity_for(longest, width)
+        target_fn, drafter, rule, gamma, vocab, width, check, logprobs, capacity, exact, controller
     )
     state = jax.device_get(decode(params, start(params, tokens, rows), round_limit))
     if check:
@@ -207,8 +259,8 @@ def run_batch(
 _CACHE: dict = {}
 
 
-def _compiled(target_fn, drafter, rule, gamma, vocab, width, check, logprobs, capacity):
-    key = (target_fn, drafter, rule, gamma, vocab, width, check, logprobs, capacity)
+def _compiled(target_fn, drafter, rule, gamma, vocab, width, check, logprobs, capacity, exact, controller):
+    key = (target_fn, drafter, rule, gamma, vocab, width, check, logprobs, capacity, exact, controller)
     if key not in _CACHE:
 
         def start(params, tokens, rows):
@@ -221,9 +273,13 @@ def _compiled(target_fn, drafter, rule, gamma, vocab, width, check, logprobs, ca
                 capacity=capacity,
                 vocab_size=vocab,
                 logprobs=logprobs,
+                controller=controller,
             )
 
-        decode = make_decoder(target_fn, drafter, rule=rule, gamma=gamma, vocab_size=vocab, width=width, check=check)
+        decode = make_decoder(
+            target_fn, drafter, rule=rule, gamma=gamma, vocab_size=vocab, width=width, check=check, exact=exact,
+            controller=controller,
+        )  # fmt: skip
         _CACHE[key] = jax.jit(start), jax.jit(decode, donate_argnums=1)
     return _CACHE[key]
 
@@ -311,11 +367,12 @@ def law_test(
     rows = [LAW_ROWS[i % len(LAW_ROWS)] for i in range(LAW_BATCH)]
     outputs: list[list[tuple[int, ...]]] = [[] for _ in LAW_ROWS]
     acceptance = []
+    target_fn, params = world(drafter, target_table, draft_params)
     for batch in range(batches):
         run = run_batch(
-            MarkovFn(LAW_VOCAB),
+            target_fn,
             drafter,
-            {"target": target_table, "draft": draft_params},
+            params,
             [row[0] for row in rows],
             rule=rule,
             gamma=LAW_GAMMA,

@@ -29,14 +29,15 @@ class Check(Common):
         """Show a table of findings; 2 when the two do not fit."""
         prepare_jax()
         from specjax import fit
-        from specjax.pair import names_of, sources_without_model
+        from specjax.pair import model_in, names_of
 
         names = names_of(self.target, self.draft, self.pair)
         target = fit.describe(names.target, progress=True)
-        if names.draft in sources_without_model():
+        where = model_in(names.draft)
+        if where is None:
             found = fit.no_model(names.draft, target)
         else:
-            found = fit.compare(target, fit.describe(names.draft, progress=True))
+            found = fit.compare(target, fit.describe(where, progress=True))
         _show(found, names.target, names.draft)
         return _DOES_NOT_FIT if found.errors else 0
 

@@ -43,8 +43,9 @@ class PairOptions(Common):
     target: Annotated[str | None, unset("WHERE")] = None
     """The model that decides: a folder in Hugging Face layout or of Orbax, a .gguf file, a name that 'specjax fetch'
     knows, or a hub id (default: that of the pair)."""
-    draft: Annotated[str | None, unset("WHERE|ngram|none")] = None
-    """The draft: a model as above, ngram, or none for plain decoding (default: that of the pair, else ngram)."""
+    draft: Annotated[str | None, unset("WHERE|ngram|early-exit:N|mixed:WHERE|none")] = None
+    """The draft: a model as above; ngram; the target's first N layers; ngram where it finds something, else a model; or
+    none for plain decoding (default: that of the pair, else ngram)."""
     pair: Annotated[str | None, unset("NAME|FILE.toml")] = None
     """A target and its draft by name, or from a file (default without --target: smollm2)."""
     dtype: Dtype = "bfloat16"

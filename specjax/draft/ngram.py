@@ -25,12 +25,13 @@ def ngram_drafter(max_n: int = 3, min_n: int = 1) -> Drafter:
 
     def propose(params, state, view: DraftView, gamma: int, greedy: bool):
         del params, greedy
-        return _lookup(view, gamma, min_n, max_n), state
+        return lookup(view, gamma, min_n, max_n), state
 
     return Drafter(init=_init, propose=propose, rollback=_rollback)
 
 
-def _lookup(view: DraftView, gamma: int, min_n: int, max_n: int) -> Proposal:
+def lookup(view: DraftView, gamma: int, min_n: int, max_n: int) -> Proposal:
+    """Return what followed each row's newest tokens when they stood in it before; K = ``gamma``."""
     tokens, count = view.tokens, view.num_tokens
     batch, capacity = tokens.shape
     ends = jnp.arange(capacity)  # position after a candidate match
@@ -47,7 +48,7 @@ def _lookup(view: DraftView, gamma: int, min_n: int, max_n: int) -> Proposal:
     best = jnp.argmax(jnp.where(usable, matched * capacity + ends, -1), axis=1)
     found = jnp.take_along_axis(usable, best[:, None], axis=1)[:, 0]
     places = jnp.minimum(best[:, None] + jnp.arange(gamma), capacity - 1)
-    span = jnp.where(found, jnp.minimum(count - best, gamma), 0)
+    span = jnp.where(found, jnp.minimum(count - best, view.gamma), 0)
     return Proposal(
         tokens=jnp.take_along_axis(tokens, places, axis=1),
         probs=None,

@@ -9,8 +9,9 @@ import pytest
 import toys
 from kinds import SOURCES, make_source
 
+from specjax.prefill import prefill
 from specjax.sampling import row_key
-from specjax.types import DraftView, RowSampling
+from specjax.types import DraftView, RowSampling, TargetView
 from specjax.verify import RULES
 
 VOCAB, GAMMA, CAPACITY = 6, 4, 128
@@ -32,14 +33,19 @@ def view_of(prompts, temperature: float = 1.0, names=range(99)) -> DraftView:
         num_tokens=jnp.asarray([len(p) for p in prompts], jnp.int32),
         sampling=RowSampling(jnp.full(len(prompts), temperature, jnp.float32)),
         keys=toys.keys_of(jnp.asarray(np.stack([row_key(0, names[i]) for i in range(len(prompts))])), GAMMA),
+        gamma=jnp.full(len(prompts), GAMMA, jnp.int32),
     )
 
 
 def propose(source, view: DraftView, greedy: bool):
-    drafter, params = source
+    drafter = source[0]
     prompts = view.tokens[:, :32]
-    state = drafter.init(params, prompts, view.num_tokens, CAPACITY)
-    return jax.jit(drafter.propose, static_argnums=(3, 4))(params, state, view, GAMMA, greedy)
+    target_fn, params = toys.world(drafter, TABLE, source[1])
+    state = drafter.init(params["draft"], prompts, view.num_tokens, CAPACITY)
+    if drafter.on_target:
+        cache = prefill(target_fn, params["target"], prompts, view.num_tokens, CAPACITY)
+        view = view.replace(target=TargetView(params["target"], cache, width=GAMMA + 1, exact=False))
+    return jax.jit(drafter.propose, static_argnums=(3, 4))(params["draft"], state, view, GAMMA, greedy)
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -81,13 +87,27 @@ def test_what_lies_past_the_newest_token_does_not_matter(source):
     np.testing.assert_array_equal(np.where(counted, a.tokens, 0), np.where(counted, b.tokens, 0))
 
 
+def test_no_row_drafts_more_than_it_may(source):
+    """A row's own gamma, 0 included; the other rows draft what they would."""
+    view = view_of(PROMPTS)
+    whole, _ = propose(source, view, False)
+    gamma = jnp.asarray([2, 0, GAMMA, 1], jnp.int32)
+    some, _ = propose(source, view.replace(gamma=gamma), False)
+    np.testing.assert_array_equal(some.num_drafted, np.minimum(whole.num_drafted, gamma))
+    counted = np.arange(GAMMA) < np.asarray(some.num_drafted)[:, None]
+    np.testing.assert_array_equal(np.where(counted, some.tokens, 0), np.where(counted, whole.tokens, 0))
+    none, _ = propose(source, view.replace(gamma=jnp.zeros_like(gamma)), False)
+    assert not np.any(none.num_drafted)
+
+
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_greedy_output_is_that_of_plain_decoding(source, gamma):
-    drafter, params = source
+    drafter = source[0]
+    target_fn, params = toys.world(drafter, TABLE, source[1])
     run = toys.run_batch(
-        toys.MarkovFn(VOCAB),
+        target_fn,
         drafter,
-        {"target": TABLE, "draft": params},
+        params,
         PROMPTS,
         rule=RULES["greedy"],
         gamma=gamma,

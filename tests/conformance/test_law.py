@@ -15,7 +15,7 @@ from kinds import SAMPLING_RULES, SOURCES, make_source
 
 FALSE_ALARM = 1e-5
 # Share of first places accepted; a source that is never or always accepted would test nothing.
-ACCEPTANCE = {"model": (0.3, 0.9), "ngram": (0.1, 0.9), "no": (0.0, 0.0)}
+ACCEPTANCE = {"model": (0.3, 0.9), "ngram": (0.1, 0.9), "no": (0.0, 0.0), "early_exit": (0.3, 0.9)}
 
 
 PAIRS = [
