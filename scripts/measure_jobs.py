@@ -40,9 +40,10 @@ from specjax.generate import Program, Prompt
 from specjax.jobs import Place, run_job
 from specjax.jobs.manifest import versions
 from specjax.pair import Pair, load, no_draft
-from specjax.requests import Options, default_width, effective_gamma
+from specjax.requests import Options
 from specjax.rows import parse_rows
 from specjax.sampling import row_key
+from specjax.speculation import plan
 from specjax.verify import RULES
 
 TINY = Path(__file__).resolve().parents[1] / "tests" / "data" / "llama-gqa-tied"
@@ -100,10 +101,10 @@ def requests(pair: Pair, count: int) -> list[Request]:
 
 def program_of(pair: Pair, gamma: int | None) -> Program:
     """Return the greedy program of a pair."""
-    effective = effective_gamma(pair, pair.draft, gamma)
+    chosen = plan(gamma, pair.gamma, pair.draft.name, None, pair.target.dtype)
     return compiled(
-        pair.target.fn, pair.draft.drafter, rule=RULES["greedy"], gamma=effective,
-        vocab_size=pair.target.vocab_size, width=default_width(effective, pair.target.dtype),
+        pair.target.fn, pair.draft.drafter, rule=RULES["greedy"], gamma=chosen.gamma,
+        vocab_size=pair.target.vocab_size, width=chosen.widths,
     )  # fmt: skip
 
 

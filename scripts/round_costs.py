@@ -32,8 +32,8 @@ from specjax.draft import ngram_drafter, no_drafter
 from specjax.generate import Program, Prompt
 from specjax.pair import Model, load
 from specjax.proof_stages import raw_logits
-from specjax.requests import default_width
 from specjax.sampling import SamplingParams, features_of, row_key
+from specjax.speculation import default_width
 from specjax.types import Constraint, ModelOutput
 from specjax.verify import RULES
 

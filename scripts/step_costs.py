@@ -36,7 +36,7 @@ from specjax import cache as kv
 from specjax.checkpoint import cache_folder
 from specjax.pair import Model, load
 from specjax.prefill import bucket, prefill
-from specjax.requests import default_width
+from specjax.speculation import default_width
 
 COPY_BYTES = 1 << 30  # past every cache
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

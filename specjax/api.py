@@ -7,25 +7,16 @@ import functools
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
-from specjax import stats
+from specjax import stats, tune
 from specjax.engine import Engine, Request, Result
 from specjax.engine_slot import DEVICE_ERRORS, out_of_memory
 from specjax.generate import Program
 from specjax.outputs import result_row
 from specjax.pair import SPECULATION_ON, Pair, first_line, unusable
-from specjax.requests import (
-    Job,
-    Options,
-    Refused,
-    as_rows,
-    check,
-    default_width,
-    effective_gamma,
-    jobs_of,
-    shared_prefix,
-)
+from specjax.requests import Job, Options, Refused, as_rows, check, jobs_of, plan_of, shared_prefix
 from specjax.rows import BadRow, Row, row_name
 from specjax.sampling import features_of
+from specjax.speculation import Plan
 from specjax.text import StopFinder
 from specjax.types import Finish, Status
 from specjax.verify import RULES, rule_for
@@ -212,26 +203,33 @@ class Call:
         rule = rule_for(options.rule)
         if rule.lossless and all(job.prompt.sampling.greedy for job in jobs):
             rule = RULES["greedy"]
-        gamma = self._gamma()
+        plan = self._plan()
         program = compiled(
             target.fn,
             self._draft.drafter,
             rule=rule,
-            gamma=gamma,
+            gamma=plan.gamma,
             vocab_size=target.vocab_size,
-            width=options.width or default_width(gamma, target.dtype),
-            exact=options.width is not None,
+            width=plan.widths,
+            exact=plan.exact,
+            controller=plan.controller,
             check=options.check,
             logprobs=options.logprobs or options.top_logprobs > 0,
             top_logprobs=options.top_logprobs,
             features=features_of((job.prompt.sampling for job in jobs), options.constraint),
             num_eos=max(4, max(len(job.prompt.eos) for job in jobs)),
         )
+        params: dict[str, Any] = {"target": target.params, "draft": self._draft.params}
+        batch_size, longest = min(options.batch_size, len(jobs)), max(job.prompt.limit for job in jobs)
+        if plan.controller is not None:
+            key = tune.key_of(params, self._draft.kind, rule.name, batch_size, plan.widths)
+            sampling = jobs[0].prompt.sampling
+            params["costs"] = tune.costs_for(program, params, key, longest=longest, sampling=sampling)
         engine = Engine(
             program,
-            {"target": target.params, "draft": self._draft.params},
-            batch_size=min(options.batch_size, len(jobs)),
-            longest=max(job.prompt.limit for job in jobs),
+            params,
+            batch_size=batch_size,
+            longest=longest,
             prefix=shared_prefix([list(job.prompt.ids) for job in jobs]) if options.prefix else (),
             draft_can_go=self._draft.speculation == SPECULATION_ON,
             on_seconds=self._on_seconds,
@@ -240,14 +238,14 @@ class Call:
         with engine:
             self._engines.append(engine)
             for result in engine.run(requests, chunk=options.chunk, on_chunk=self._on_tokens, stop=stop):
-                yield self._output(result.key, result, gamma)
+                yield self._output(result.key, result, plan.gamma)
 
-    def _gamma(self) -> int:
-        return effective_gamma(self.pair, self._draft, self.options.gamma)
+    def _plan(self) -> Plan:
+        return plan_of(self.pair, self._draft, self.options)
 
     def _speculation(self) -> str:
         on = self._draft.speculation == SPECULATION_ON
-        return "off: gamma is 0" if on and self._gamma() == 0 else self._draft.speculation
+        return "off: gamma is 0" if on and self._plan().gamma == 0 else self._draft.speculation
 
     def _watch(self, job: Job) -> _Watch | None:
         tokenizer = self.pair.target.tokenizer

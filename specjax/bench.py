@@ -20,8 +20,9 @@ from specjax import stats
 from specjax.api import Output, generate
 from specjax.errors import UsageError
 from specjax.pair import Model, Pair, no_draft
-from specjax.requests import as_rows, effective_gamma, prompt_ids
+from specjax.requests import as_rows, prompt_ids
 from specjax.rows import BadRow, Row, parse_rows
+from specjax.speculation import DEFAULT_GAMMA, Gamma
 
 SCHEMA = 1
 SIDES = ("plain", "speculative")
@@ -118,7 +119,7 @@ def bench(
     pair: Pair,
     prompts: Sequence[BenchPrompt],
     *,
-    gammas: Sequence[int] = (),
+    gammas: Sequence[Gamma] = (),
     repeats: int = 5,
     on_run: Callable[[str], None] | None = None,
     **options: Any,
@@ -131,7 +132,7 @@ def bench(
     Args:
         pair: target and draft; its draft must be usable.
         prompts: what to decode in every run.
-        gammas: draft lengths; default the pair's, else 4.
+        gammas: draft lengths, "auto" among them; default the pair's, else 4.
         repeats: pairs of runs.
         on_run: called with a few words before each run.
         **options: of ``specjax.generate``, for both sides.
@@ -145,12 +146,12 @@ def bench(
     Example:
         report = bench(pair, from_texts(["Count to ten."], pair.target), gammas=[2, 4], max_new_tokens=64)
     """
-    gammas = list(dict.fromkeys(gammas)) or [effective_gamma(pair, pair.draft, None)]
+    gammas = list(dict.fromkeys(gammas)) or [DEFAULT_GAMMA if pair.gamma is None else pair.gamma]
     if pair.draft.name == "none":
         raise UsageError("There is no draft to measure: give --draft.")
     if not prompts:
         raise UsageError("There is no prompt to measure on.")
-    if low := [gamma for gamma in gammas if gamma < 1]:
+    if low := [gamma for gamma in gammas if isinstance(gamma, int) and gamma < 1]:
         raise UsageError(f"gamma is {low[0]}; expected at least 1: plain decoding is always measured beside it.")
     if repeats < 1:
         raise UsageError(f"repeats is {repeats}; expected at least 1.")
@@ -159,9 +160,9 @@ def bench(
     rows = [prompt.row for prompt in prompts]
     say = on_run or (lambda words: None)
     results = []
-    warm_ups: dict[tuple[str, int], Run] = {}
+    warm_ups: dict[tuple[str, Gamma], Run] = {}
     for gamma in gammas:
-        lengths = {"plain": 0, "speculative": gamma}
+        lengths: dict[str, Gamma] = {"plain": 0, "speculative": gamma}
         for side in SIDES:
             if (side, lengths[side]) not in warm_ups:
                 say(f"gamma {gamma}: compiling ({side})")
@@ -230,7 +231,7 @@ def _prompt_record(prompt: BenchPrompt, target: Model) -> dict[str, Any]:
 
 
 def _result(
-    gamma: int,
+    gamma: Gamma,
     warm_up: dict[str, Run],
     runs: dict[str, list[Run]],
     prompts: Sequence[BenchPrompt],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,81 +17,17 @@ import numpy as np
 from jax import lax
 
 from specjax import cache as kv
-from specjax import prefill, round, slots, transforms
+from specjax import prefill, slots, transforms
+from specjax.generate_loop import MAX_GAMMA, make_decoder, widths_of
 from specjax.sampling import GREEDY, Features, SamplingParams, features_of, stack
 from specjax.types import Cache, Controller, Drafter, Finish, ModelFn, Params, RoundState, Rule
 
-MAX_GAMMA = 64
-MAX_WIDTHS = 3
+__all__ = [
+    "MAX_GAMMA", "PLAIN", "HeldPrefix", "Program", "Prompt", "Saved", "capacity_for", "make_decoder", "put_row",
+    "start", "widths_of",
+]  # fmt: skip
+
 PLAIN = Features()
-
-
-def make_decoder(
-    target_fn: ModelFn,
-    drafter: Drafter,
-    *,
-    rule: Rule,
-    gamma: int,
-    vocab_size: int,
-    width: int | Sequence[int] | None = None,
-    exact: bool = False,
-    controller: Controller | None = None,
-    check: bool = False,
-) -> Callable[[dict[str, Params], RoundState, jax.Array | int], RoundState]:
-    """Return the loop ``decode(params, state, round_limit) -> state``: pure, one ``lax.while_loop``, no host sync.
-
-    It runs rounds until no row is running or ``round_limit`` (traced) rounds are done; call it again to go on.
-
-    Args:
-        target_fn: the target.
-        drafter: the draft source.
-        rule: the verification rule.
-        gamma: K, drafted tokens per round, 0..64; a row's own ``RoundState.gamma`` may be less.
-        vocab_size: V, the vocabulary in use.
-        width: W, rows of each target step, at least ``gamma + 1`` (the default); or up to three, ascending: each is
-            compiled, and a round takes the smallest that holds its drafts.
-        exact: no bit of the target's results may depend on the draft; one width.
-        controller: chooses gamma in every round; ``params["costs"]`` is for it.
-        check: also set the status bits of broken invariants.
-
-    Raises:
-        ValueError: gamma or width out of range.
-    """
-    if not 0 <= gamma <= MAX_GAMMA:
-        raise ValueError(f"gamma is {gamma}; expected 0..{MAX_GAMMA}.")
-    widths = widths_of(gamma, width)
-    if exact and len(widths) > 1:
-        raise ValueError(f"widths are {widths}; expected one where bits are to be exact.")
-    parts = round.Parts(target_fn, drafter, rule, gamma, widths, vocab_size, exact, controller, check)
-
-    def decode(params: dict[str, Params], state: RoundState, round_limit: jax.Array | int) -> RoundState:
-        limit = jnp.asarray(round_limit, jnp.int32)
-
-        def unfinished(carry):
-            rounds, state = carry
-            return (rounds < limit) & jnp.any(state.finish == Finish.RUNNING)
-
-        def body(carry):
-            rounds, state = carry
-            return rounds + 1, round.speculative_round(params, state, parts)[0]
-
-        return lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
-
-    return decode
-
-
-def widths_of(gamma: int, width: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return the widths to compile.
-
-    Raises:
-        ValueError: not one to three, not ascending, or the last cannot hold gamma drafts.
-    """
-    given = (gamma + 1,) if width is None else (width,) if isinstance(width, int) else tuple(width)
-    if given and given[-1] < gamma + 1:
-        raise ValueError(f"width is {given[-1]}; expected at least gamma + 1 = {gamma + 1}.")
-    if not 1 <= len(given) <= MAX_WIDTHS or list(given) != sorted(set(given)) or given[0] < 1:
-        raise ValueError(f"widths are {given}; expected one to {MAX_WIDTHS}, ascending.")
-    return given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,9 +195,9 @@ class Program:
             target_fn, drafter, rule=rule, gamma=gamma, vocab_size=vocab_size, width=width, exact=exact,
             controller=controller, check=check,
         )  # fmt: skip
-        self.width = widths_of(gamma, width)[-1]
+        self.gamma, self.widths, self.drafter, self.vocab_size = gamma, widths_of(gamma, width), drafter, vocab_size
         self.num_eos = num_eos
-        self._features, self._vocab_size = features, vocab_size
+        self._features = features
         self._start = functools.partial(
             start,
             target_fn=target_fn,
@@ -272,7 +208,7 @@ class Program:
             controller=controller,
         )
         self.greedy = rule.greedy
-        self._target_fn, self._drafter, self._loop = target_fn, drafter, decode
+        self._target_fn, self._loop, self._may_lag = target_fn, decode, controller is not None
         self._shapes: dict[tuple[int, int], Any] = {}
         self._step = jax.jit(self._one_step, donate_argnums=1)
         self._row = jax.jit(self._one_row)
@@ -285,7 +221,7 @@ class Program:
 
     def empty(self, params: dict[str, Params], batch: int, longest: int) -> RoundState:
         """Return ``batch`` empty slots for rows of up to ``longest`` tokens, prompt and output together."""
-        capacity = capacity_for(longest, self.width)
+        capacity = capacity_for(longest, self.widths[-1])
         rows = self._rows([Prompt([0], 1, (), np.zeros(2, np.uint32))] * batch)
         tokens = jnp.zeros((batch, prefill.SMALLEST_BUCKET), jnp.int32)
         if (batch, capacity) not in self._shapes:  # tracing the models takes a second
@@ -293,6 +229,21 @@ class Program:
             self._shapes[batch, capacity] = jax.eval_shape(traced, params, tokens, rows)
         state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes[batch, capacity])
         return dataclasses.replace(state, finish=jnp.full((batch,), int(Finish.EMPTY), jnp.int32))
+
+    def midway(self, params: dict[str, Params], batch: int, longest: int, prompt: Prompt) -> RoundState:
+        """Return rows in mid-generation, with caches of zeros: what rounds cost does not depend on what they hold."""
+        state, rows = self.empty(params, batch, longest), self._rows([prompt] * batch)
+        tokens = np.zeros(state.tokens.shape, np.int32)
+        tokens[:, : len(prompt.ids)] = prompt.ids
+        return dataclasses.replace(
+            state,
+            tokens=jnp.asarray(tokens),
+            prompt_length=jnp.asarray(rows["num_tokens"]),
+            finish=jnp.full((batch,), int(Finish.RUNNING), jnp.int32),
+            draft_on=jnp.ones((batch,), jnp.bool_),
+            cache=kv.rollback(state.cache, jnp.asarray(rows["num_tokens"] - 1)),
+            **{name: jax.tree.map(jnp.asarray, value) for name, value in rows.items() if name != "prefix"},
+        )
 
     def insert(self, params: dict[str, Params], state: RoundState, prompt: Prompt, slot: int) -> RoundState:
         """Prefill a prompt and put it into a slot. ``state`` is donated."""
@@ -314,7 +265,7 @@ class Program:
     ) -> RoundState:
         """Return a row as it was when ``saved`` was read, for ``put``: it goes on as it would have gone on."""
         count = len(saved.tokens)
-        tokens = _padded(saved.tokens, prefill.bucket(count + self.width))
+        tokens = _padded(saved.tokens, prefill.bucket(count + self.widths[-1]))
         records = {
             name: np.zeros((1, tokens.shape[1], *value.shape[1:]), value.dtype) for name, value in saved.records.items()
         }
@@ -383,7 +334,7 @@ class Program:
             "limit": np.asarray([p.limit for p in prompts], np.int32),
             "eos": eos,
             "key": np.stack([p.key for p in prompts]),
-            "sampling": stack([p.sampling for p in prompts], self._features, self._vocab_size),
+            "sampling": stack([p.sampling for p in prompts], self._features, self.vocab_size),
             "prefix": None if prefix is None else prefix.of(prompts[0].ids),
             "gamma": np.asarray([p.gamma for p in prompts], np.int32),
         }
@@ -394,13 +345,14 @@ class Program:
     def _restored_row(self, params, tokens, prompt, rows, saved) -> RoundState:
         return slots.restored(
             self._start, params, tokens, prompt, rows, saved,
-            target_fn=self._target_fn, drafter=self._drafter, width=self.width,
+            target_fn=self._target_fn, drafter=self.drafter, width=self.widths[-1],
         )  # fmt: skip
 
     def _one_step(self, params, state: RoundState, round_limit) -> tuple[RoundState, slots.View]:
-        before = slots.in_step(state, self._drafter)
+        check = functools.partial(slots.in_step, drafter=self.drafter, gamma=self.gamma, may_lag=self._may_lag)
+        before = check(state)
         state = self._loop(params, state, round_limit)
-        return state, slots.view_of(state, before, self._drafter)
+        return state, slots.view_of(state, before & check(state))
 
     @staticmethod
     def _blank_row(state: RoundState, slot) -> RoundState:

@@ -78,6 +78,13 @@ class Draft:
     params: Params
     speculation: str = SPECULATION_ON
 
+    @property
+    def kind(self) -> str:
+        """Its name without where a model is from: "none", "ngram", "early-exit:N", "model" or "mixed"."""
+        if self.name.startswith(MIXED):
+            return MIXED.rstrip(":")
+        return self.name if model_in(self.name) is None else "model"
+
 
 @dataclasses.dataclass(frozen=True)
 class Pair:

@@ -16,8 +16,8 @@ from specjax import proof_stages as stages
 from specjax.errors import SpecjaxError, UsageError
 from specjax.pair import Pair
 from specjax.proof_stages import Case, Found
-from specjax.requests import effective_gamma
 from specjax.sampling import GREEDY, SamplingParams
+from specjax.speculation import plan
 from specjax.types import Rule
 from specjax.verify import rule_for
 
@@ -99,7 +99,7 @@ def prove(
         report = prove(specjax.load(target="smollm2-135m", draft="ngram"), quick=True)
         assert report["verdict"] == "lossless"
     """
-    length = effective_gamma(pair, pair.draft, gamma)
+    length = plan(gamma, pair.gamma, pair.draft.name, None, pair.target.dtype).gamma
     if pair.draft.name == "none":
         raise UsageError("There is no draft to verify: give --draft.")
     if rule_for(rule).greedy:

@@ -19,9 +19,9 @@ from specjax.pair import Model, Pair, no_draft
 from specjax.prefill import bucket
 from specjax.proof_rule import first_tokens
 from specjax.reference_transforms import sampled, shaped
-from specjax.requests import default_width
 from specjax.rows import Row
 from specjax.sampling import SamplingParams
+from specjax.speculation import default_width
 from specjax.types import ModelFn, Rule
 
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.5}  # between the two largest logits at a first difference

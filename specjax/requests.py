@@ -11,10 +11,10 @@ from specjax.generate import MAX_GAMMA, Prompt
 from specjax.pair import Draft, Model, Pair
 from specjax.rows import BadRow, Row, refuse_duplicates
 from specjax.sampling import GREEDY, SamplingParams, row_key
+from specjax.speculation import AUTO, Gamma, Plan, plan
 from specjax.types import Constraint, Rule
 from specjax.verify import rule_for
 
-DEFAULT_GAMMA = 4
 DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_BATCH_SIZE = 8
 MAX_TOP_LOGPROBS = 64
@@ -32,7 +32,8 @@ class Options:
         sampling: how rows sample that say nothing themselves.
         ban_sequence: texts that are never completed, spelled by their own tokens with or without a space in front.
         constraint: a pure function that says which token may come next, for every row (``specjax.constraint``).
-        gamma: drafted tokens per round (default: the pair's, else 4; without a draft always 0).
+        gamma: drafted tokens per round, or "auto": chosen round by round (default: the pair's, else 4; without a draft
+            always 0).
         width: rows of every target step, for bit-exact results across drafts, gammas and batches.
         rule: the name of a rule, or a ``Rule``; whatever it is, rows at temperature 0 are greedy.
         max_new_tokens: the most tokens to generate per row.
@@ -59,7 +60,7 @@ class Options:
     sampling: SamplingParams = GREEDY
     ban_sequence: Sequence[str] = ()
     constraint: Constraint | None = None
-    gamma: int | None = None
+    gamma: Gamma | None = None
     width: int | None = None
     rule: str | Rule = "rejection"
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
@@ -79,8 +80,8 @@ class Options:
     chunk: int | None = None
 
     def __post_init__(self):
-        if self.gamma is not None and not 0 <= self.gamma <= MAX_GAMMA:
-            raise UsageError(f"gamma is {self.gamma}; expected 0..{MAX_GAMMA}.")
+        if self.gamma not in (None, AUTO) and not (isinstance(self.gamma, int) and 0 <= self.gamma <= MAX_GAMMA):
+            raise UsageError(f"gamma is {self.gamma}; expected 0..{MAX_GAMMA}, or {AUTO}.")
         least = {"max_new_tokens": 0, "samples": 1, "batch_size": 1, "chunk": 1, "width": 1, "cache_length": 1,
                  "top_logprobs": 0}  # fmt: skip
         for name, lowest in least.items():
@@ -133,7 +134,7 @@ def check(pair: Pair, options: Options) -> None:
         UsageError: it says what.
     """
     target = pair.target
-    gamma = effective_gamma(pair, pair.draft, options.gamma)
+    gamma = plan_of(pair, pair.draft, options).gamma
     if options.width is not None and options.width < gamma + 1:
         raise UsageError(f"width is {options.width}; expected more than gamma, {gamma}.")
     if options.cache_length is not None and options.cache_length > target.max_positions:
@@ -150,16 +151,9 @@ def check(pair: Pair, options: Options) -> None:
         raise UsageError("draft_temperature, draft_top_k and draft_top_p are for a draft model; ngram draws nothing.")
 
 
-def effective_gamma(pair: Pair, draft: Draft, gamma: int | None) -> int:
-    """Return the draft length in force: the one asked for, the pair's, or 4; 0 without a draft."""
-    if draft.name == "none":
-        return 0
-    return next(value for value in (gamma, pair.gamma, DEFAULT_GAMMA) if value is not None)
-
-
-def default_width(gamma: int, dtype: str) -> int:
-    """Return the rows of a target step: gamma + 1, but two for a lone bfloat16 row, which costs more than two."""
-    return max(gamma + 1, 2 if dtype == "bfloat16" else 1)
+def plan_of(pair: Pair, draft: Draft, options: Options) -> Plan:
+    """Return what speculation with this draft comes to."""
+    return plan(options.gamma, pair.gamma, draft.name, options.width, pair.target.dtype)
 
 
 def as_rows(prompts: Any, target: Model, *, raw: bool = False) -> list[Row | BadRow]:

@@ -40,17 +40,28 @@ class View:
     records: dict[str, jax.Array]
 
 
-def in_step(state: RoundState, drafter: Drafter) -> jax.Array:
-    """Say of each row whether its caches hold what its tokens say (invariant 1); True where nothing runs."""
+def in_step(state: RoundState, drafter: Drafter, gamma: int, may_lag: bool) -> jax.Array:
+    """Say of each row whether its caches hold what its tokens say (invariant 1); True where nothing runs.
+
+    Args:
+        state: the loop's.
+        drafter, gamma: of the program.
+        may_lag: rows may sit out rounds, so that the draft's cache may lack entries.
+    """
     fits = state.cache.length == state.num_tokens - 1
     length = drafter.length(state.draft)
     if length is not None:
-        fits &= length <= state.num_tokens - 1  # fewer where the row sat out rounds
+        fits &= length <= state.num_tokens - 1
+        asked = state.draft_on & (jnp.minimum(state.gamma, gamma) > 0)
+        if drafter.max_positions is not None:
+            asked &= state.num_tokens + gamma <= drafter.max_positions
+        if not (may_lag or drafter.lazy):
+            fits &= (length >= state.num_tokens - 2) | ~asked
     return fits | (state.finish != Finish.RUNNING)
 
 
-def view_of(state: RoundState, before: jax.Array, drafter: Drafter) -> View:
-    """Return what the host may read of a state; ``before`` is ``in_step`` before the chunk."""
+def view_of(state: RoundState, fits: jax.Array) -> View:
+    """Return what the host may read of a state; ``fits`` is ``in_step`` before the chunk and after it."""
     kept = {name: getattr(state, name) for name in RECORDS}
     return View(
         finish=state.finish,
@@ -58,7 +69,7 @@ def view_of(state: RoundState, before: jax.Array, drafter: Drafter) -> View:
         num_tokens=state.num_tokens,
         round=state.round,
         draft_on=state.draft_on,
-        in_step=before & in_step(state, drafter),
+        in_step=fits,
         records={name: value for name, value in kept.items() if value is not None},
     )
 

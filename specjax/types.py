@@ -260,6 +260,7 @@ class Drafter(NamedTuple):
         max_positions: its context length where that is shorter than the target's, else None: a row goes on without
             speculation where a round's drafts would pass it.
         on_target: it runs a part of the target: the view has ``target``, the proposal ``begun``, in every round.
+        free: drafting costs nothing that grows with the number of drafts: it runs no step for each.
         lazy: its cache may lag behind also in a row that drafted, as it does where another source drafts for a row.
     """
 
@@ -269,6 +270,7 @@ class Drafter(NamedTuple):
     length: Callable[[Any], jax.Array | None] = lambda state: None
     max_positions: int | None = None
     on_target: bool = False
+    free: bool = False
     lazy: bool = False
 
 

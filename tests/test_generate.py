@@ -75,7 +75,7 @@ def test_prompts_within_gamma_of_the_limit_end_there_exactly(plain):
     draft, prompt = t.tiny(t.MID), t.prompts()[3]
     program = model_program(draft)
     longest = 128 - GAMMA - 1  # limit + width is the capacity itself
-    assert capacity_for(longest, program.width) == 128
+    assert capacity_for(longest, program.widths[-1]) == 128
     text = prompt + plain[3]
     for room in range(1, GAMMA + 2):
         start = text[: longest - room]

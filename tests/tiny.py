@@ -135,12 +135,13 @@ def run(
     longest: int = 200,
     chunk: int = 64,
     watchers: Sequence[Any] | None = None,
+    costs: Any = None,
 ) -> list[Result]:
     """Run prompts through an engine; results in the order of the prompts."""
     count = len(prompts)
     limits = [max_new] * count if isinstance(max_new, int) else max_new
     temperatures = [temperature] * count if isinstance(temperature, int | float) else temperature
-    params = {"target": target.params, "draft": {} if draft is None else draft.params}
+    params = {"target": target.params, "draft": {} if draft is None else draft.params, "costs": costs}
     engine = Engine(program, params, batch_size=batch_size, longest=longest)
     requests = [
         Request(

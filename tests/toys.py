@@ -361,6 +361,7 @@ def law_test(
     batches: int = 8,
     seed: int = 0,
     target_table: np.ndarray = LAW_TABLE,
+    costs: Any = None,
     **options: Any,
 ) -> LawResult:
     """Draw ``batches`` times LAW_BATCH rows and compare the joint law of their whole outputs with the exact one."""
@@ -368,6 +369,7 @@ def law_test(
     outputs: list[list[tuple[int, ...]]] = [[] for _ in LAW_ROWS]
     acceptance = []
     target_fn, params = world(drafter, target_table, draft_params)
+    params["costs"] = costs
     for batch in range(batches):
         run = run_batch(
             target_fn,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
@@ -17,6 +17,11 @@ from specjax.outputs import RowWriter, write_text
 if TYPE_CHECKING:
     from rich.table import Table
 
+Gammas = Annotated[
+    tuple[tuple[int | Literal["auto"], ...], ...],
+    arg(metavar="N|auto [N|auto ...]", help_behavior_hint=""),
+    UseAppendAction,
+]
 _SETTINGS = ("target", "draft", "pair", "prompts_file", "limit", "max_new_tokens", "dtype", "width", "repeats",
              "ignore_eos", "batch_size", "seed", *SAMPLING_NAMES)  # fmt: skip
 
@@ -34,8 +39,8 @@ class Bench(SamplingOptions, PairOptions):
     """Prompts as JSON Lines, instead of PROMPT: rows as in 'generate --input', or Spec-Bench's questions."""
     limit: Annotated[int | None, unset("N")] = None
     """Only the first N prompts."""
-    gamma: Annotated[tuple[tuple[int, ...], ...], arg(metavar="N [N ...]", help_behavior_hint=""), UseAppendAction] = ()
-    """Draft lengths to measure (default: that of the pair, else 4)."""
+    gamma: Gammas = ()
+    """Draft lengths to measure, or auto: chosen round by round (default: that of the pair, else 4)."""
     repeats: Annotated[int, arg(metavar="N")] = 5
     """Pairs of timed runs, after one of each that compiles."""
     max_new_tokens: Annotated[int, arg(metavar="N")] = 128

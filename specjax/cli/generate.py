@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -53,8 +53,8 @@ class Generate(SamplingOptions, PairOptions):
     """Replace an output that exists."""
     require_draft: bool = False
     """Fail when the draft cannot be used, instead of decoding without it."""
-    gamma: Annotated[int | None, unset("N")] = None
-    """Tokens drafted per round (default: that of the pair, else 4)."""
+    gamma: Annotated[int | Literal["auto"] | None, unset("N|auto")] = None
+    """Tokens drafted per round; auto chooses round by round, by measured costs (default: that of the pair, else 4)."""
     width: Annotated[int | None, unset("N")] = None
     """Rows of every target step, more than gamma; one width gives the same bits with any draft, gamma and batch
     (default: what is fastest)."""
@@ -169,12 +169,11 @@ class Generate(SamplingOptions, PairOptions):
     def _comparison(self, pair: Pair, options: dict[str, Any]) -> str:
         """Measure the prompts with and without the draft."""
         from specjax.bench import bench, from_texts
-        from specjax.requests import effective_gamma
 
-        gamma = effective_gamma(pair, pair.draft, self.gamma)
+        gammas: list[int | Literal["auto"]] = [] if self.gamma is None else [self.gamma]
         options = {name: value for name, value in options.items() if name not in ("gamma", "chunk")}
         prompts = from_texts(self.prompts, pair.target, raw=self.raw)
-        (result,) = bench(pair, prompts, gammas=[gamma], repeats=_COMPARED_RUNS, **options)["results"]
+        (result,) = bench(pair, prompts, gammas=gammas, repeats=_COMPARED_RUNS, **options)["results"]
         rates = [result[side]["decode_tokens_per_second"]["median"] for side in ("speculative", "plain")]
         equality = result["equality"]
         same = (

@@ -22,6 +22,7 @@ from specjax.cli.convert import Convert
 from specjax.cli.fetch import Fetch
 from specjax.cli.generate import Generate
 from specjax.cli.score import Score
+from specjax.cli.tune import Tune
 from specjax.cli.verify import Verify
 from specjax.errors import SpecjaxError, Terminated
 
@@ -47,6 +48,7 @@ _COMMANDS = Union[  # noqa: UP007
     Annotated[Check, subcommand("check")],
     Annotated[Convert, subcommand("convert")],
     Annotated[Verify, subcommand("verify")],
+    Annotated[Tune, subcommand("tune")],
 ]
 
 
@@ -115,7 +117,9 @@ def _first_words(box: str, argv: list[str]) -> str:
     message = " ".join(said).rstrip(".")
     stray = message.removeprefix("Unrecognized options: ")
     command = (
-        argv[0] if argv and argv[0] in ("generate", "score", "fetch", "bench", "check", "convert", "verify") else ""
+        argv[0]
+        if argv and argv[0] in ("generate", "score", "fetch", "bench", "check", "convert", "verify", "tune")
+        else ""
     )
     if stray != message and command and not stray.startswith("-"):
         message += " (values without an option stand together, before the options or after --)"

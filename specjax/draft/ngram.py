@@ -27,7 +27,7 @@ def ngram_drafter(max_n: int = 3, min_n: int = 1) -> Drafter:
         del params, greedy
         return lookup(view, gamma, min_n, max_n), state
 
-    return Drafter(init=_init, propose=propose, rollback=_rollback)
+    return Drafter(init=_init, propose=propose, rollback=_rollback, free=True)
 
 
 def lookup(view: DraftView, gamma: int, min_n: int, max_n: int) -> Proposal:

@@ -17,8 +17,9 @@ from specjax.errors import UsageError
 from specjax.jobs.folder import Folder
 from specjax.outputs import json_line
 from specjax.pair import Pair
-from specjax.requests import Options, default_width, effective_gamma
+from specjax.requests import Options, plan_of
 from specjax.rows import BadRow, Row
+from specjax.speculation import AUTO
 from specjax.types import Params, Rule
 
 NAME = "manifest.json"
@@ -32,8 +33,8 @@ def identity(pair: Pair, options: Options, rows: Iterable[Row | BadRow]) -> dict
     """Return what makes a job that job: models, settings and input. Two jobs of one identity write the same rows."""
     settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     settings = {name: value for name, value in settings.items() if name not in _NOT_SETTINGS}
-    gamma = effective_gamma(pair, pair.draft, options.gamma)
-    settings |= {"gamma": gamma, "width": options.width or default_width(gamma, pair.target.dtype)}
+    chosen = plan_of(pair, pair.draft, options)
+    settings |= {"gamma": AUTO if chosen.controller else chosen.gamma, "width": chosen.widths[-1]}
     if isinstance(options.rule, Rule):
         settings["rule"] = options.rule.name
     return {
