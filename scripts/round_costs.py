@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=100, help="of each run")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--settings", nargs="*", help="names of the table's first column; default all")
     parser.add_argument("--output", type=Path, help="JSON")
     options = parser.parse_args()
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
@@ -93,7 +94,9 @@ def main() -> None:
     tape = raw_logits(target, ids, default_width(options.gamma, options.dtype))
     table = Table("setting", "draft", "round ms", "beside the target ms", "share")
     found = []
-    for name, (params, constraint) in settings(target.vocab_size).items():
+    chosen = settings(target.vocab_size)
+    for name in options.settings or chosen:
+        params, constraint = chosen[name]
         for draft in ("none", "ngram"):
             gamma = options.gamma if draft == "ngram" else 0
             whole, beside = measure(target, tape, ids, params, constraint, gamma, options.rounds, options.repeats)
