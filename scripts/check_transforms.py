@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 import jax
 
@@ -17,19 +18,24 @@ import specjax
 from specjax.checkpoint import cache_folder
 
 PROMPT = "one two three four one two three four one two three"
-SETTINGS = {
-    "none": {},
-    "logit bias": {"logit_bias": {"253": 3.0, "284": -4.0}},
-    "ban": {"ban": [1296, 1758, 260]},
-    "allow": {"allow": list(range(200, 4000))},
-    "minimum": {"min_new_tokens": 20},
-    "repetition": {"repetition_penalty": 1.2},
-    "presence": {"presence_penalty": 1.0},
-    "frequency +2": {"frequency_penalty": 2.0},
-    "frequency -2": {"frequency_penalty": -2.0},
-    "all": {"logit_bias": {"253": 1.0}, "ban": [260], "min_new_tokens": 9, "repetition_penalty": 1.1,
-            "presence_penalty": 0.3, "frequency_penalty": 0.2},
-}  # fmt: skip
+
+
+def settings(words: list[int]) -> dict[str, dict[str, Any]]:
+    """Return what is compared; ``words`` are ids that plain decoding would write again."""
+    first, second, third = words
+    return {
+        "none": {},
+        "logit bias": {"logit_bias": {str(first): -20.0, str(third): 3.0}},
+        "ban": {"ban": [second]},
+        "allow": {"allow": [first, third, *range(200, 4000)]},
+        "minimum": {"min_new_tokens": 20},
+        "repetition": {"repetition_penalty": 1.2},
+        "presence": {"presence_penalty": 1.0},
+        "frequency +2": {"frequency_penalty": 2.0},
+        "frequency -2": {"frequency_penalty": -2.0},
+        "all": {"logit_bias": {str(first): 1.0}, "ban": [third], "min_new_tokens": 9, "repetition_penalty": 1.1,
+                "presence_penalty": 0.3, "frequency_penalty": 0.2},
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -44,10 +50,13 @@ def main() -> None:
     args = parser.parse_args()
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    rows = [{"id": name, "prompt": PROMPT, **own} for name, own in SETTINGS.items()]
+    base = specjax.load(args.target, "none", dtype=args.dtype)
+    assert base.target.tokenizer is not None
+    words = base.target.tokenizer.encode(PROMPT)[-3:]
+    rows = [{"id": name, "prompt": PROMPT, **own} for name, own in settings(words).items()]
     options = {"width": args.gamma + 1, "gamma": args.gamma, "max_new_tokens": args.max_new_tokens, "batch_size": 5,
                "ban_sequence": args.ban_sequence}  # fmt: skip
-    plain = specjax.generate(specjax.load(args.target, "none", dtype=args.dtype), rows, **options)
+    plain = specjax.generate(base, rows, **options)
     lost = 0
     for draft in args.drafts:
         pair = specjax.load(args.target, draft, dtype=args.dtype, require_draft=True)
