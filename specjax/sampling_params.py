@@ -99,7 +99,8 @@ class SamplingParams:
     def draft(self) -> SamplingParams:
         """The settings of the draft."""
         own = {"temperature": self.draft_temperature, "top_k": self.draft_top_k, "top_p": self.draft_top_p}
-        return dataclasses.replace(self, **{name: value for name, value in own.items() if value is not None})
+        own = {name: value for name, value in own.items() if value is not None}
+        return dataclasses.replace(self, **own) if own else self
 
     @property
     def greedy(self) -> bool:

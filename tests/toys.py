@@ -225,7 +225,8 @@ def run_batch(
     count = len(prompts)
     limits = max_new if isinstance(max_new, list) else [max_new] * count
     temperatures = temperature if isinstance(temperature, list) else [temperature] * count
-    sampling = sampling or [SamplingParams(temperature=t) for t in temperatures]
+    shared = {t: SamplingParams(temperature=t) for t in set(temperatures)}
+    sampling = sampling or [shared[t] for t in temperatures]
     longest = max(len(p) + n for p, n in zip(prompts, limits, strict=True))
     size = 1 << max(max(len(p) for p in prompts) - 1, 0).bit_length()
     tokens = np.zeros((count, size), np.int32)
