@@ -192,7 +192,7 @@ def test_no_cache_is_copied_whole_where_widths_are_chosen():
     )
     params = {"target": target.params, "draft": draft.params, "costs": costs()}
     state = program.empty(params, 4, 300)
-    text = program._decode.lower(params, state, np.int32(3)).compile().as_text()
+    text = program._step.lower(params, state, np.int32(3)).compile().as_text()
     for cache in (state.cache, state.draft):
         shape = ",".join(str(n) for n in cache.k[0].shape)
         assert f"f32[{shape}]" in text
@@ -212,6 +212,6 @@ def test_the_program_is_no_larger_for_a_larger_gamma():
     for gamma in (2, 32):
         program = t.program(target.fn, "model", draft.fn, gamma=gamma, width=gamma + 1, rule="rejection", check=False)
         params = {"target": target.params, "draft": draft.params}
-        text = program._decode.lower(params, program.empty(params, 1, 100), np.int32(3)).as_text()
+        text = program._step.lower(params, program.empty(params, 1, 100), np.int32(3)).as_text()
         sizes.append(len(re.findall(r"^\s*%", text, re.MULTILINE)))
     assert sizes[1] <= 1.05 * sizes[0]
