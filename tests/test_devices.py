@@ -85,8 +85,8 @@ def test_weights_are_loaded_onto_a_sharding_that_is_given(tmp_path):
     assert run(LOADING, str(made)) == "equal\n"
 
 
-@pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow),
-                                  pytest.param("coupled", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
 def test_ids_do_not_depend_on_the_devices(rule):
     output = run(PROGRAM.format(rule=rule))
     lines = [line.split(" ", 2) for line in output.splitlines()]

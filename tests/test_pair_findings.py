@@ -168,7 +168,9 @@ def short_pair(tmp_path_factory) -> tuple[specjax.Pair, specjax.Pair]:
     return plain, specjax.Pair(plain.target, draft)
 
 
-@pytest.mark.parametrize(("rule", "temperature"), [("rejection", 0.0), ("coupled", 0.8)])
+@pytest.mark.parametrize(
+    ("rule", "temperature"), [("rejection", 0.0), pytest.param("coupled", 0.8, marks=pytest.mark.slow)]
+)
 def test_past_its_drafts_context_a_row_goes_on_without_speculation(short_pair, rule, temperature):
     plain, pair = short_pair
     prompts = t.prompts()[1:]  # 7, 40 and 90 tokens

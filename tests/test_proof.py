@@ -43,7 +43,8 @@ def failed(monkeypatch, *names: str, quick: bool = True, **options) -> list[str]
 
 
 @pytest.mark.parametrize(
-    ("draft", "rule"), [("model", "rejection"), pytest.param("ngram", "block", marks=pytest.mark.slow),
+    ("draft", "rule"), [pytest.param("model", "rejection", marks=pytest.mark.slow),
+                        pytest.param("ngram", "block", marks=pytest.mark.slow),
                         pytest.param("model", "coupled", marks=pytest.mark.slow)]
 )  # fmt: skip
 def test_right_parts_pass_every_stage(draft, rule, monkeypatch):

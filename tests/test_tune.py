@@ -60,6 +60,7 @@ def test_noise_never_makes_a_draft_step_or_a_wider_step_gain_time():
     assert tune._fit({0: 1.0, 1: 1.1, 2: 1.6, 3: 1.7}, {0: 0, 1: 0, 2: 1, 3: 1}, 2, free=True)[0] == 0.0
 
 
+@pytest.mark.slow
 def test_auto_measures_what_is_missing_once_and_repeats_itself(cache):
     pair = t.pair(t.tiny(layers=1), t.tiny(t.MID, layers=1))
     options = {"gamma": "auto", "max_new_tokens": 24, "batch_size": 2}

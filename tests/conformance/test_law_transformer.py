@@ -35,9 +35,8 @@ def exact_law(model: t.Tiny, prompt: list[int]) -> dict[tuple[int, ...], float]:
     return law
 
 
-@pytest.mark.parametrize(
-    "rule", [SAMPLING_RULES[0], *(pytest.param(r, marks=pytest.mark.slow) for r in SAMPLING_RULES[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_outputs_of_a_transformer_have_exactly_its_law(rule):
     target, draft = t.tiny(layers=1), t.tiny(t.FAR, layers=1)
     outputs: list[list[tuple[int, ...]]] = [[] for _ in PROMPTS]

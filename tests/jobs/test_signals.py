@@ -127,6 +127,7 @@ def test_twenty_kills_at_random_moments_lose_nothing(job, tmp_path, undisturbed)
     raise AssertionError(f"only {struck} of 20 kills struck a running job")
 
 
+@pytest.mark.slow
 def test_a_job_that_is_stopped_interrupted_and_killed_goes_on_each_time(job, tmp_path, undisturbed):
     path = tmp_path / "out.jsonl"
     for number, code in ((signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):

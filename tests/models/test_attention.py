@@ -48,8 +48,9 @@ def decoded(attention: str, source: str, model: str):
     return t.run(program, t.Tiny(fns[0], target.params), t.Tiny(fns[1], draft.params), prompts, NEW)
 
 
-@pytest.mark.parametrize("name", [*OTHERS])
-@pytest.mark.parametrize("model", ["llama-gqa-tied", pytest.param("gemma3-dual-rope", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("model", ["llama-gqa-tied", "gemma3-dual-rope"])
 def test_greedy_text_is_that_of_the_chunk_loop(name, model):
     """With a noisy draft and without: margins of these fixtures are far above the rounding of two orders of summing."""
     wanted = [row.ids.tolist() for row in decoded("chunks", "none", model)]
