@@ -28,9 +28,9 @@ def decode(dtype: str, source: str, gamma: int, order, batch: int, longest: int,
     return {i: bits(result) for i, result in zip(order, results, strict=True)}, results
 
 
-def test_a_draft_a_batch_and_a_capacity_change_no_bit(dtype="bfloat16", rule="coupled", temperature=0.8):
-    wanted, _ = decode(dtype, "none", 0, *ALONE, rule, temperature)
-    found, results = decode(dtype, "model", 4, *WIDE, rule, temperature)
+def test_a_draft_a_batch_and_a_capacity_change_no_bit():
+    wanted, _ = decode("bfloat16", "none", 0, *ALONE, "coupled", 0.8)
+    found, results = decode("bfloat16", "model", 4, *WIDE, "coupled", 0.8)
     assert found == wanted
     assert 0 < t.acceptance(results) < 0.9
 
