@@ -31,6 +31,7 @@ OWN = [
 ]
 
 
+@pytest.mark.slow
 def test_rows_with_settings_of_their_own_equal_their_solo_runs_with_any_draft():
     """Case 35 under every family, at one width and the coupled rule: bits, log-probabilities among them."""
     rows = [{"id": i, "prompt": "abc", **own} for i, own in enumerate(OWN)]

@@ -87,6 +87,7 @@ def test_every_text_that_ends_is_an_object_of_the_grammar(source):
     assert 0.2 < result.acceptance < 0.95  # some drafts were rejected: states rolled back
 
 
+@pytest.mark.slow
 def test_the_text_under_a_constraint_is_plain_decodings_whatever_is_drafted():
     for rule, params in (("greedy", SamplingParams()), ("coupled", SamplingParams(temperature=1.0, top_p=0.9))):
         plain = run("none", rule, params, rows=40)

@@ -143,6 +143,7 @@ def test_a_cache_out_of_step_is_found_and_rebuilt_and_nothing_changes(undisturbe
     assert (engine.num_rebuilt, engine.num_failures) == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_rebuilt_row_remembers_what_penalties_and_constraints_look_at():
     """Without its counts, or with the constraint at its start, it would go on otherwise."""
     table = np.random.default_rng(1).integers(0, 3, size=(3, 8)).astype(np.int32)
@@ -198,6 +199,7 @@ def test_slots_that_cannot_be_made_are_halved_until_they_can(undisturbed):
     assert engine.batch_size == 2
 
 
+@pytest.mark.slow
 def test_a_rebuilt_row_of_a_transformer_has_the_same_bits_at_one_width():
     """Its output's entries are written by steps of the same width as before."""
     target, draft = t.tiny(layers=1), t.tiny(t.MID, layers=1)

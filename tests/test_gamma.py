@@ -150,6 +150,7 @@ def test_no_row_drafts_past_its_limit():
     assert [rounds_of(result, row).tolist() for row in range(3)] == [[0], [1], [2]]
 
 
+@pytest.mark.slow
 def test_each_row_has_a_history_of_its_own_and_a_call_repeats_itself():
     draft, hot = toys.noisy(TABLE, 2.0, seed=1), {"rule": "rejection", "temperature": 1.0}
     first, second = (run(draft, costs(0.1), **hot) for _ in range(2))
@@ -172,6 +173,7 @@ def bits(result) -> tuple[list[int], bytes]:
     return result.ids.tolist(), np.asarray(result.logprobs, np.float32).tobytes()
 
 
+@pytest.mark.slow
 def test_at_one_width_gamma_changes_no_bit():
     """Whatever is drafted, ids and log-probabilities are those of plain decoding at that width."""
     target, draft = t.tiny(layers=1), t.tiny(t.MID, layers=1)

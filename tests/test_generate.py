@@ -58,7 +58,7 @@ def test_eos_at_every_offset_of_a_block_ends_the_row_there():
         assert len(result.place) == len(result.accepted) == len(result.logprobs) == end + 1
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_small_budgets_under_a_large_gamma_are_prefixes_of_a_longer_run(temperature):
     """Case 2."""
     draft, rule = t.tiny(t.MID), "greedy" if temperature == 0 else "rejection"

@@ -149,6 +149,7 @@ def model(rows: int, seed: int, tokenizer: Tokenizer | None, scale: float = 30.0
     return Model(f"m{rows}", fn, params, tokenizer, size, 512, (), None, "float32")
 
 
+@pytest.mark.slow
 def test_vocabularies_padded_to_different_sizes_work():
     """Case 17: draft 128, target 132, tokenizer 120; no padded id is drafted, drawn or chosen."""
     target = model(132, 0, words(120))

@@ -40,6 +40,7 @@ def test_whole_pieces_of_a_prefix_are_taken():
     assert program.prefix(params, PREFIX[:255]) is None
 
 
+@pytest.mark.slow
 def test_rows_are_the_same_bits_with_a_prefix_and_without():
     program, params = parts()
     rows = [Request(i, Prompt(ids, len(ids) + 12, (), row_key(0, i))) for i, ids in enumerate(PROMPTS)]

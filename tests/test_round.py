@@ -196,6 +196,7 @@ def test_no_key_serves_two_rounds_purposes_or_rows():
     assert len(set(first)) == len(first)
 
 
+@pytest.mark.slow
 def test_a_padded_step_gives_the_same_tokens():
     """Width 8 under gamma 4: three rows of the target's step are padding."""
     prompts = [[1], [2, 3], [4, 5, 6]]

@@ -133,6 +133,7 @@ def test_where_all_ids_but_one_are_banned_it_comes_alone(temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.slow
 def test_where_nothing_is_allowed_the_row_fails_and_its_mates_go_on(temperature):
     """At once, or when a sequence's last token is the only one left: what came before stays."""
     everything = list(range(V))

@@ -78,6 +78,7 @@ def test_auto_measures_what_is_missing_once_and_repeats_itself(cache):
     assert len(first[0].stats["num_accepted_tokens_per_pos"]) == 7
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_keeps_tables(cache, capsys):
     words = ["tune", "--target", str(t.DATA / t.TARGET), "--draft", "ngram", "--dtype", "float32", "--batch-size", "1",
              "--rule", "greedy", "--rounds", "2"]  # fmt: skip

@@ -290,6 +290,7 @@ def test_a_stop_ends_the_text_and_is_left_out(say, text_model, tmp_path):
     assert len(row["ids"]) < 40
 
 
+@pytest.mark.slow
 def test_a_prefix_stands_before_every_prompt(say, rows_file, tmp_path):
     """The same bits as with prompts that have it in them; as a system message of chats."""
     shared = "Once upon a time there was a fox. " * 12

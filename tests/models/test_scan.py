@@ -39,6 +39,7 @@ def test_fresh_parameters_have_the_stacked_form():
 
 
 @pytest.mark.parametrize("name", [t.TARGET, pytest.param("gemma3-dual-rope", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_text_is_that_of_unrolled_layers(name):
     """Plain against speculative with a noisy draft, both scanned, ragged and past the window where there is one."""
     target, draft = t.tiny(name), t.tiny(f"{name}.draft-near")

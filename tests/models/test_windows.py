@@ -103,17 +103,13 @@ DRAFTS = {
     "qwen2-bias": [0.03],
     "qwen3-qknorm": [0.03],
 }
-QUICK = ("gemma3-dual-rope", "near")  # compiling is what the others cost
 GAMMA, NEW = 4, 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        pytest.param(name, kind, marks=[] if (name, kind) == QUICK else pytest.mark.slow, id=f"{name}-{kind}")
-        for name, kinds in DRAFTS.items()
-        for kind in kinds
-    ],
+    [pytest.param(name, kind, id=f"{name}-{kind}") for name, kinds in DRAFTS.items() for kind in kinds],
 )
 def test_speculative_greedy_equals_plain_past_the_window(name, kind):
     """Case 20: window 16, prompts of 1 to 90 tokens, 64 new ones with rejections; one width, so equal to the bit."""
