@@ -50,7 +50,6 @@ def test_every_run_is_a_line_of_csv():
 
 
 def test_the_page_stands_alone_and_holds_every_plot():
-    pytest.importorskip("matplotlib")
     page = report.to_html(REPORT)
     assert page.count("<svg") == page.count("</svg>") == 5
     assert "a &lt;b&gt; &amp; c" in page
