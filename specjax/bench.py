@@ -157,6 +157,9 @@ def bench(
         raise UsageError(f"repeats is {repeats}; expected at least 1.")
     options = {"batch_size": 1, **options, "require_draft": True}
     pairs = {"plain": dataclasses.replace(pair, draft=no_draft()), "speculative": pair}
+    given = {side: dict(options) for side in SIDES}
+    if "sampling" in options:
+        given["plain"]["sampling"] = options["sampling"].without_draft
     rows = [prompt.row for prompt in prompts]
     say = on_run or (lambda words: None)
     results = []
@@ -166,11 +169,11 @@ def bench(
         for side in SIDES:
             if (side, lengths[side]) not in warm_ups:
                 say(f"gamma {gamma}: compiling ({side})")
-                warm_ups[side, lengths[side]] = timed(pairs[side], rows, gamma=lengths[side], **options)
+                warm_ups[side, lengths[side]] = timed(pairs[side], rows, gamma=lengths[side], **given[side])
         runs: dict[str, list[Run]] = {side: [] for side in SIDES}
         for number, side in itertools.product(range(repeats), SIDES):
             say(f"gamma {gamma}: run {number + 1} of {repeats} ({side})")
-            runs[side].append(timed(pairs[side], rows, gamma=lengths[side], **options))
+            runs[side].append(timed(pairs[side], rows, gamma=lengths[side], **given[side]))
         warm_up = {side: warm_ups[side, lengths[side]] for side in SIDES}
         results.append(_result(gamma, warm_up, runs, prompts, options))
     return {

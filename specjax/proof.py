@@ -16,9 +16,10 @@ from specjax import proof_stages as stages
 from specjax.errors import SpecjaxError, UsageError
 from specjax.pair import Pair
 from specjax.proof_stages import Case, Found
+from specjax.requests import Options, check, spelled
 from specjax.sampling import GREEDY, SamplingParams
-from specjax.speculation import plan
-from specjax.types import Rule
+from specjax.speculation import AUTO, Gamma, plan
+from specjax.types import Constraint, Rule
 from specjax.verify import rule_for
 
 SCHEMA = 1
@@ -71,11 +72,13 @@ def prove(
     prompts: Sequence[str | Sequence[int]] | None = None,
     *,
     sampling: SamplingParams = GREEDY,
-    gamma: int | None = None,
+    gamma: Gamma | None = None,
     width: int | None = None,
     rule: str | Rule = "rejection",
     seed: int = 0,
     quick: bool = False,
+    ban_sequence: Sequence[str] = (),
+    constraint: Constraint | None = None,
     on_stage: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Compare speculative with plain decoding on a pair, stage by stage.
@@ -85,7 +88,7 @@ def prove(
         prompts: texts or lists of ids; a few built-in texts by default (ids where there is no tokenizer).
         sampling: the settings to prove; the greedy stages use them at temperature 0, the sampled ones at 1 where they
             say 0.
-        gamma, width, rule, seed: as ``specjax.generate`` takes them.
+        gamma, width, rule, seed, ban_sequence, constraint: as ``specjax.generate`` takes them.
         quick: fewer prompts and draws.
         on_stage: called with each stage's name before it begins.
 
@@ -99,7 +102,8 @@ def prove(
         report = prove(specjax.load(target="smollm2-135m", draft="ngram"), quick=True)
         assert report["verdict"] == "lossless"
     """
-    length = plan(gamma, pair.gamma, pair.draft.name, None, pair.target.dtype).gamma
+    length = plan(gamma, pair.gamma, pair.draft.name, width, pair.target.dtype).gamma
+    asked: Gamma = AUTO if AUTO in (gamma, pair.gamma if gamma is None else None) else length
     if pair.draft.name == "none":
         raise UsageError("There is no draft to verify: give --draft.")
     if rule_for(rule).greedy:
@@ -108,7 +112,10 @@ def prove(
         raise UsageError("One prompt is too little to compare on: give two or more.")
     if length < 1:
         raise UsageError(f"gamma is {length}; expected at least 1.")
-    case = Case(pair, stages.ids_of(pair.target, prompts or _default(pair)), sampling, length, width, rule, seed, quick)
+    options = Options(sampling=sampling, ban_sequence=ban_sequence, constraint=constraint)
+    check(pair, options)
+    ids, settings = stages.ids_of(pair.target, prompts or _default(pair)), spelled(options, pair.target).sampling
+    case = Case(pair, ids, settings, asked, length, width, rule, seed, quick, constraint)
     found = [_run(name, stage, case, on_stage) for name, stage in STAGES.items()]
     return {
         "schema": SCHEMA,
@@ -117,7 +124,7 @@ def prove(
             "target": pair.target.name,
             "draft": pair.draft.name,
             "dtype": pair.target.dtype,
-            "gamma": length,
+            "gamma": asked,
             "width": case.width,
             "rule": rule if isinstance(rule, str) else rule.name,
             "seed": seed,

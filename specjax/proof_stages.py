@@ -21,8 +21,8 @@ from specjax.proof_rule import first_tokens
 from specjax.reference_transforms import sampled, shaped
 from specjax.rows import Row
 from specjax.sampling import SamplingParams
-from specjax.speculation import default_width
-from specjax.types import ModelFn, Rule
+from specjax.speculation import AUTO, Gamma, default_width
+from specjax.types import Constraint, ModelFn, Rule
 
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.5}  # between the two largest logits at a first difference
 SAME = 2e-3  # between log-probabilities of one width, computed in two ways
@@ -40,18 +40,22 @@ class Case:
         pair: target and draft.
         prompts: ids.
         settings: how the user samples.
-        gamma, given_width, rule, seed: as ``specjax.generate`` takes them.
+        asked, given_width, rule, seed: gamma, width, rule and seed as ``specjax.generate`` takes them.
+        gamma: the most tokens drafted per round.
         quick: fewer prompts and draws.
+        constraint: as ``specjax.generate`` takes it.
     """
 
     pair: Pair
     prompts: list[list[int]]
     settings: SamplingParams
+    asked: Gamma
     gamma: int
     given_width: int | None
     rule: str | Rule
     seed: int
     quick: bool
+    constraint: Constraint | None = None
 
     @property
     def width(self) -> int:
@@ -83,10 +87,10 @@ class Case:
         """
         pair = dataclasses.replace(self.pair, draft=no_draft()) if plain else self.pair
         if plain:
-            sampling = dataclasses.replace(sampling, draft_temperature=None, draft_top_k=None, draft_top_p=None)
+            sampling = sampling.without_draft
         outputs = generate(
-            pair, rows, sampling=sampling, gamma=self.gamma, width=self.given_width, rule=self.rule, seed=self.seed,
-            require_draft=not plain, **options,
+            pair, rows, sampling=sampling, gamma=self.asked, width=self.given_width, rule=self.rule, seed=self.seed,
+            require_draft=not plain, constraint=self.constraint, **options,
         )  # fmt: skip
         for out in outputs:
             if out.error is not None:
@@ -94,6 +98,16 @@ class Case:
             if not plain and out.stats["speculation"] != "on":
                 raise RowError(f"row {out.id} was decoded without its draft: {out.stats['speculation']}")
         return outputs
+
+    def scores(self, raw: np.ndarray, sampling: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
+        """Return the logits [V] after ``output``, shaped in plain NumPy."""
+        allowed = None
+        if self.constraint is not None:
+            mask, state = self.constraint.step(self.constraint.init(), np.int32(-1))
+            for token in output:
+                mask, state = self.constraint.step(state, np.int32(token))
+            allowed = np.asarray(mask)
+        return shaped(raw, sampling, prompt, output, eos=self.pair.target.eos_ids, allowed=allowed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +207,7 @@ def _differences(
 
 def _gap(case: Case, prompt: list[int], output: list[int]) -> float:
     raw = raw_logits(case.pair.target, [*prompt, *output], 1)[-1]
-    scores = np.sort(shaped(raw, case.cold, prompt, output, eos=case.pair.target.eos_ids))
+    scores = np.sort(case.scores(raw, case.cold, prompt, output))
     return float(scores[-1] - scores[-2]) if np.isfinite(scores[-2]) else float("inf")
 
 
@@ -203,13 +217,15 @@ def identity(case: Case) -> Found:
     Where p is right, accepted drafts and corrections together must have the law p: q min(1, p/q) + (p - q)_+ = p.
     """
     target, prompts = case.pair.target, case.prompts[: 2 if case.quick else 4]
+    if case.asked == AUTO:  # its several widths round differently
+        case = dataclasses.replace(case, given_width=case.width)
     outputs = case.run(rows_of(prompts, 24), case.hot, **_WITH_LOGPROBS)
     worst, positions, edges, details, laws = 0.0, 0, 0, [], []
     for prompt, out in zip(prompts, outputs, strict=True):
         raw = raw_logits(target, [*prompt, *out.ids], case.width)[len(prompt) - 1 :].astype(np.float64)
         for i, token in enumerate(out.ids):
             plain = raw[i][token] - np.logaddexp.reduce(raw[i])
-            p = sampled(shaped(raw[i], case.hot, prompt, out.ids[:i], eos=target.eos_ids), case.hot)
+            p = sampled(case.scores(raw[i], case.hot, prompt, out.ids[:i]), case.hot)
             with np.errstate(divide="ignore"):
                 as_sampled = float(np.log(p[token]))
             off = abs(out.logprobs[i] - plain) if out.logprobs else 0.0

@@ -8,7 +8,7 @@ from typing import Any
 
 from specjax.errors import RowError, UsageError
 from specjax.generate import MAX_GAMMA, Prompt
-from specjax.pair import Draft, Model, Pair
+from specjax.pair import Draft, Model, Pair, no_draft
 from specjax.rows import BadRow, Row, refuse_duplicates
 from specjax.sampling import GREEDY, SamplingParams, row_key
 from specjax.speculation import AUTO, Gamma, Plan, plan
@@ -147,8 +147,13 @@ def check(pair: Pair, options: Options) -> None:
         raise UsageError(f"A bias, ban or allow-list has {wrong[0]}; expected ids in 0..{target.vocab_size - 1}.")
     if options.ban_sequence and target.tokenizer is None:
         raise UsageError("ban_sequence needs a tokenizer, and the model's folder has none: ban_sequences takes ids.")
-    if pair.draft.name == "ngram" and options.sampling.draft != options.sampling:
-        raise UsageError("draft_temperature, draft_top_k and draft_top_p are for a draft model; ngram draws nothing.")
+    # A draft that failed leaves its settings without effect: decoding goes on, and it was said.
+    draws_nothing = pair.draft.name == "ngram" or pair.draft.speculation == no_draft().speculation
+    if options.sampling.has_draft_settings and draws_nothing:
+        raise UsageError(
+            "draft_temperature, draft_top_k and draft_top_p are for a draft model; "
+            f"draft {pair.draft.name} draws nothing."
+        )
 
 
 def plan_of(pair: Pair, draft: Draft, options: Options) -> Plan:
@@ -184,7 +189,7 @@ def as_rows(prompts: Any, target: Model, *, raw: bool = False) -> list[Row | Bad
 def jobs_of(rows: Sequence[Row | BadRow], target: Model, options: Options) -> Iterator[Job | Refused]:
     """Yield each row and sample, in order: ready, or refused with the reason."""
     index = 0
-    options = _spelled(options, target)
+    options = spelled(options, target)
     for row in rows:
         prompt, stops, reason = None, (), ""
         try:
@@ -203,7 +208,7 @@ def jobs_of(rows: Sequence[Row | BadRow], target: Model, options: Options) -> It
             index += 1
 
 
-def _spelled(options: Options, target: Model) -> Options:
+def spelled(options: Options, target: Model) -> Options:
     """Return the options with the texts of banned sequences as ids.
 
     Raises:

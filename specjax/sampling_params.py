@@ -103,6 +103,16 @@ class SamplingParams:
         return dataclasses.replace(self, **own) if own else self
 
     @property
+    def has_draft_settings(self) -> bool:
+        """Whether the draft has settings of its own."""
+        return any(x is not None for x in (self.draft_temperature, self.draft_top_k, self.draft_top_p))
+
+    @property
+    def without_draft(self) -> SamplingParams:
+        """The target's settings alone."""
+        return dataclasses.replace(self, draft_temperature=None, draft_top_k=None, draft_top_p=None)
+
+    @property
     def greedy(self) -> bool:
         """Whether target and draft both take the likeliest token."""
         return self.temperature == 0 and self.draft.temperature == 0

@@ -117,6 +117,7 @@ def test_a_row_that_leaves_no_token_fails_and_says_so():
         ({"top_logprobs": 65}, "top_logprobs is 65; expected at most 64"),
         ({"ban_sequence": [""]}, "ban_sequence has an empty text"),
         ({"of": pair("ngram"), "sampling": SamplingParams(temperature=1.0, draft_top_k=2)}, "ngram draws nothing"),
+        ({"of": pair("none"), "sampling": SamplingParams(temperature=1.0, draft_top_k=2)}, "none draws nothing"),
         ({"of": pair(tokenizer=None), "ban_sequence": ["a"]}, "ban_sequence needs a tokenizer"),
         ({"rule": "greedy", "sampling": SamplingParams(draft_temperature=1.0)}, "rule greedy serves temperature 0"),
     ],

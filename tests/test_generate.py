@@ -39,6 +39,16 @@ def test_speculative_text_is_plain_text(plain, name, low, high):
     assert low < t.acceptance(results) < high
 
 
+def test_a_prompt_of_one_id_is_decoded_as_plainly():
+    """Case 56: the draft's first step has no second newest token."""
+    draft, prompts = t.tiny(t.NEAR), [[7], [250], t.prompts()[0]]
+    program = t.program(t.tiny().fn)
+    plain = [r.ids.tolist() for r in t.run(program, t.tiny(), None, prompts, 40)]
+    results = t.run(model_program(draft), t.tiny(), draft, prompts, 40)
+    assert [r.ids.tolist() for r in results] == plain
+    assert 0.2 < t.acceptance(results[:2]) < 1
+
+
 @pytest.mark.parametrize("gamma", [4, *(pytest.param(g, marks=pytest.mark.slow) for g in (1, 2, 3, 5, 6, 7, 8))])
 def test_a_draft_that_is_the_target_is_always_accepted(plain, gamma):
     """Case 3: a draft cache that lost an entry after a fully accepted round would show as less."""

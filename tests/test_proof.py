@@ -11,9 +11,10 @@ import toys
 from letters import VOCAB, pair
 
 import specjax.round
-from specjax import api, proof, proof_rule
+from specjax import api, proof, proof_rule, transforms
 from specjax import cache as kv
 from specjax import proof_stats as ps
+from specjax.constraint import automaton
 from specjax.errors import UsageError
 from specjax.generate import Program
 from specjax.proof import STAGES, prove
@@ -59,6 +60,29 @@ def test_right_parts_pass_every_stage(draft, rule, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_auto_a_banned_text_and_a_constraint_pass_every_stage(monkeypatch):
+    table = np.full((2, VOCAB), 1)
+    table[1, 3] = -1  # after the first token, never id 3
+    table[1, :3] = 0
+    options = {"gamma": "auto", "ban_sequence": ["ab"], "constraint": automaton(table)}
+    assert failed(monkeypatch, *STAGES, sampling=SETTINGS, **options) == []
+
+
+def test_a_constraint_that_only_the_draft_side_forgets_is_seen_in_greedy(monkeypatch):
+    """Verification that lets a token through which the constraint forbids."""
+    table = np.array([[0] * VOCAB])
+    table[0, 2] = -1
+    shape_block = transforms.shape_block
+
+    def forgetful(raw, sampling, context, tokens):
+        logits, states = shape_block(raw, sampling, context, tokens)
+        return jnp.concatenate([logits[:, :1], raw[:, 1:]], axis=1), states
+
+    monkeypatch.setattr(transforms, "shape_block", forgetful)
+    assert failed(monkeypatch, "greedy", constraint=automaton(table)) == ["greedy"]
+
+
 def test_a_rollback_that_is_off_is_seen_in_small(monkeypatch):
     class Wrong:
         rollback = staticmethod(lambda cache, length: kv.rollback(cache, length - 1))

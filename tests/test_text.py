@@ -86,6 +86,15 @@ def test_any_split_streams_the_full_decode(name):
     check()
 
 
+def test_chunks_of_a_sentencepiece_tokenizer_joined_keep_their_spaces():
+    """Case 44."""
+    tokenizer = load("sentencepiece")
+    text = "he said hello  he .  a"
+    ids, stream = tokenizer.encode(text), tokenizer.stream()
+    chunks = [stream.push([token_id]) for token_id in ids]
+    assert "".join(chunks) + stream.flush() == tokenizer.decode(ids) == text
+
+
 @pytest.mark.parametrize("name", STREAMED)
 def test_text_comes_while_ids_come(name):
     tokenizer = TOKENIZERS[name]

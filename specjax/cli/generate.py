@@ -115,7 +115,6 @@ class Generate(SamplingOptions, PairOptions):
             (self.compare and self.draft == "none", "got --compare and --draft none: nothing to compare."),
             (shown and self.logprobs, "--logprobs is written in rows: add --output FILE (or - )."),
             (shown and self.top_logprobs, "--top-logprobs is written in rows: add --output FILE (or - )."),
-            (self.draft == "none" and self.draft_settings, "draft settings with --draft none: leave them out."),
             (shown and self.batch_size not in (None, 1),
              "prompts shown as text run one at a time: add --output FILE (or - ) for --batch-size."),
         )  # fmt: skip

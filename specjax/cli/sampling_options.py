@@ -55,11 +55,6 @@ class SamplingOptions(Common):
     min_new_tokens: Annotated[int, arg(metavar="N")] = 0
     """No EOS and no stop string ends a row before it has this many tokens."""
 
-    @property
-    def draft_settings(self) -> bool:
-        """Whether the draft has settings of its own."""
-        return any(x is not None for x in (self.draft_temperature, self.draft_top_k, self.draft_top_p))
-
     def sampling(self) -> SamplingParams:
         """Return the settings.
 

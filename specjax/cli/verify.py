@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from specjax.cli.common import PairOptions, note, prepare_jax, progress_bar, unset
+from specjax.cli.common import PairOptions, flat, note, prepare_jax, progress_bar, unset
 from specjax.cli.sampling_options import SamplingOptions
 from specjax.errors import UsageError
 from specjax.outputs import RowWriter
@@ -26,7 +26,7 @@ class Verify(SamplingOptions, PairOptions):
     """Raw texts to compare on, two or more, before the options or after -- (default: a few built-in ones)."""
     quick: bool = False
     """Fewer prompts and draws: about two minutes instead of ten."""
-    gamma: Annotated[int | None, unset("N")] = None
+    gamma: Annotated[int | Literal["auto"] | None, unset("N|auto")] = None
     """Tokens drafted per round (default: that of the pair, else 4)."""
     width: Annotated[int | None, unset("N")] = None
     """Rows of every target step (default: what is fastest)."""
@@ -43,8 +43,6 @@ class Verify(SamplingOptions, PairOptions):
         """Prove; 1 when something is lost."""
         if self.draft == "none":
             raise UsageError("--draft none: there is nothing to verify; give a draft.")
-        if self.ban_sequence:
-            raise UsageError("--ban-sequence is not for verify; the library's ban_sequences takes ids.")
         if self.output is None:
             return self._finish(self._prove())
         with RowWriter(self.output, overwrite=self.overwrite, report=note) as writer:
@@ -75,6 +73,7 @@ class Verify(SamplingOptions, PairOptions):
                 rule=self.rule,
                 seed=self.seed,
                 quick=self.quick,
+                ban_sequence=flat("--ban-sequence", self.ban_sequence),
                 on_stage=on_stage,
             )
         return {"specjax": __version__, **report}

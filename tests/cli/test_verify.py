@@ -58,7 +58,8 @@ def test_a_loss_names_the_stage_and_exits_with_1(specjax, model, stages):
     [
         (["--draft", "none"], "nothing to verify"),
         (["--rule", "greedy", "--draft", "ngram"], "Rule greedy is what every rule does"),
-        (["--ban-sequence", "a"], "--ban-sequence is not for verify"),
+        (["--draft", "ngram", "--ban-sequence", ""], "ban_sequence has an empty text"),
+        (["--draft", "ngram", "--draft-top-k", "3"], "ngram draws nothing"),
         (["--top-p", "0"], "top_p is 0.0"),
         (["--logit-bias", "{"], "--logit-bias is not JSON"),
     ],
