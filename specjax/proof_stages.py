@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -103,9 +104,9 @@ class Case:
         """Return the logits [V] after ``output``, shaped in plain NumPy."""
         allowed = None
         if self.constraint is not None:
-            mask, state = self.constraint.step(self.constraint.init(), np.int32(-1))
+            mask, state = self.constraint.step(self.constraint.init(), jnp.int32(-1))
             for token in output:
-                mask, state = self.constraint.step(state, np.int32(token))
+                mask, state = self.constraint.step(state, jnp.int32(token))
             allowed = np.asarray(mask)
         return shaped(raw, sampling, prompt, output, eos=self.pair.target.eos_ids, allowed=allowed)
 
