@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.engine_slot import DEVICE_ERRORS, Flight, Pace, Request, Result, Slot, Waste, Watcher, out_of_memory
@@ -67,6 +68,7 @@ class Engine:
         self._draft_can_go = draft_can_go
         self._closed = self._retried = False
         self._state: RoundState | None = None
+        self._last: tuple[Any, RoundState] | None = None  # the newest prefill, and of what
         self._slots: list[Slot | None] = [None] * batch_size
         self._parked: deque[Slot] = deque()
         self._flights: deque[Flight] = deque()
@@ -82,7 +84,7 @@ class Engine:
     def close(self) -> None:
         """Free the buffers; rows that still run are dropped."""
         self._drop()
-        self._state, self._prefix, self._closed = None, None, True
+        self._state, self._prefix, self._last, self._closed = None, None, None, True
 
     @property
     def batch_size(self) -> int:
@@ -207,9 +209,17 @@ class Engine:
             slot.rebuilding = False
             self.num_rebuilt += 1
         else:
-            row = self._program.row(self._params, prompt, prefix)
+            row = self._prefilled(prompt)
         self._state = self._program.put(self._take(), row, i)
         self._timed("prefill", began)
+
+    def _prefilled(self, prompt: Prompt) -> RoundState:
+        """Return a row's state after its prompt; samples of one prompt, one after the other, share the prefill."""
+        asked = tuple(prompt.ids), prompt.limit, tuple(prompt.eos), prompt.sampling, prompt.gamma
+        if self._last is None or self._last[0] != asked:
+            self._last = None  # before the next one is made
+            self._last = asked, self._program.row(self._params, prompt, self._prefix)
+        return dataclasses.replace(self._last[1], key=jnp.asarray(prompt.key)[None])
 
     def _dispatch(self, chunk: int | None) -> None:
         began = time.perf_counter()
@@ -307,7 +317,7 @@ class Engine:
         memory = out_of_memory(error)
         if memory and self._draft_can_go and self.num_chunks == 0:
             raise error
-        self._state = None
+        self._state = self._last = None
         self._flights.clear()
         running = [i for i, slot in enumerate(self._slots) if slot]
         if running and self._retried:
