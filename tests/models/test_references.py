@@ -20,6 +20,10 @@ from specjax.models.registry import FAMILIES
 
 FIXTURES = ["mistral-window", "qwen2-bias", "qwen3-qknorm", "gemma2-softcap", "gemma3-dual-rope"]
 FOLDERS = FIXTURES + sorted(f"families/{path.name}" for path in (DATA / "families").iterdir())
+# Ragged blocks, of all folders, see what these see, and compile less.
+FEW = [
+    pytest.param(name, marks=[pytest.mark.slow] if name.startswith("families/") else [], id=name) for name in FOLDERS
+]
 CAPACITY = 256
 TOLERANCE = 5e-5  # relative to the largest logit; the largest difference seen is 8e-6
 STEP = 7
@@ -59,7 +63,7 @@ def test_whole_prompts(name):
     assert_references(name, fed_whole(name)[0])
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", FEW)
 def test_one_token_at_a_time(name):
     model, (tokens, _) = tiny(name), prompts(name)
     cache, found = model.fn.init_cache(len(tokens), CAPACITY), []
@@ -91,7 +95,7 @@ def test_ragged_blocks_with_rejections(name):
     assert_references(name, found)
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", FEW)
 def test_greedy_tokens(name):
     """Step by step along the reference's own text; past it by up to 48 tokens, over the edge of a chunk."""
     model, (_, sizes) = tiny(name), prompts(name)
