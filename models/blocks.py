@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import cache as kv
+from specjax import sharding
 from specjax.models import layers
 from specjax.models.attention import ATTENTION
 from specjax.models.config import DecoderConfig, LayerKind
@@ -28,21 +29,33 @@ class Attention(nn.Module):
         c = self.config
 
         def heads(name: str, count: int) -> jax.Array:
-            y = layers.Linear(count * c.head_dim, bias=c.qkv_bias, dtype=self.dtype, name=name)(x)
+            axis = "heads" if name == "q" else "kv_heads"
+            y = layers.Linear(count * c.head_dim, (axis, "embed"), c.qkv_bias, self.dtype, name=name)(x)
             if c.qk_norm == "whole" and name != "v":
-                y = layers.NORMS[c.norm](c.norm_eps, name=f"{name}_norm")(y)
+                y = layers.NORMS[c.norm](c.norm_eps, axis, name=f"{name}_norm")(y)
             y = y.reshape(*x.shape[:2], count, c.head_dim).swapaxes(1, 2)
             if c.qk_norm == "head" and name != "v":
-                y = layers.NORMS[c.norm](c.norm_eps, name=f"{name}_norm")(y)
+                y = layers.NORMS[c.norm](c.norm_eps, None, name=f"{name}_norm")(y)
             return y if angles is None or name == "v" else layers.rotate(y, angles)
 
-        q = heads("q", c.num_heads)
-        k = kv.write(k, heads("k", c.num_kv_heads), start)
-        v = kv.write(v, heads("v", c.num_kv_heads), start)
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
-        mixed = ATTENTION[self.attention].attend(q, k, v, start, scale, self.kind.window, c.attention_cap)
+
+        def attend(q, new_k, new_v, k, v, start):
+            k, v = kv.write(k, new_k, start), kv.write(v, new_v, start)
+            mixed = ATTENTION[self.attention].attend(q, k, v, start, scale, self.kind.window, c.attention_cap)
+            return mixed, k, v
+
+        # Each device writes to and attends over the entries it holds: no entry of a cache ever travels.
+        q, new_k, new_v = heads("q", c.num_heads), heads("k", c.num_kv_heads), heads("v", c.num_kv_heads)
+        by_head = sharding.partition(new_k.shape, "batch", "kv_heads", None, None)
+        by_row = sharding.partition(start.shape, "batch")
+        cached = kv.partition(k, by_head)
+        mixed, k, v = sharding.local(
+            attend, (by_head, by_head, by_head, cached, cached, by_row), (by_head, cached, cached),
+            q, new_k, new_v, k, v, start,
+        )  # fmt: skip
         mixed = mixed.swapaxes(1, 2).reshape(*x.shape[:2], c.num_heads * c.head_dim)
-        return layers.Linear(c.width, bias=c.out_bias, dtype=self.dtype, name="out")(mixed), k, v
+        return layers.Linear(c.width, ("embed", "heads"), c.out_bias, self.dtype, name="out")(mixed), k, v
 
 
 class Mlp(nn.Module):
@@ -56,7 +69,8 @@ class Mlp(nn.Module):
         c = self.config
 
         def linear(name: str, size: int, y: jax.Array) -> jax.Array:
-            return layers.Linear(size, bias=c.mlp_bias, dtype=self.dtype, name=name)(y)
+            axes = ("embed", "mlp") if name == "down" else ("mlp", "embed")
+            return layers.Linear(size, axes, c.mlp_bias, self.dtype, name=name)(y)
 
         activation = layers.ACTIVATIONS[c.activation]
         gate = linear("gate", c.mlp_width, x) if c.gated else None

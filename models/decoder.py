@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import cache as kv
+from specjax import vocabulary
 from specjax.models import layers, scan
 from specjax.models.blocks import Block
 from specjax.models.config import DecoderConfig, RopeConfig
@@ -41,17 +42,19 @@ class Decoder(nn.Module):
     ) -> ModelOutput:
         c = self.config
         first, last = part or (0, c.num_layers)
-        embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.width), self.dtype)
+        rows_of = layers.declare(nn.initializers.normal(0.02), "vocab", "embed")
+        embedding = self.param("embedding", rows_of, (c.vocab_size, c.width), self.dtype)
         start, num_new = cache.length, tokens.shape[1]
         positions = start[:, None] + jnp.arange(num_new, dtype=jnp.int32)
         if hidden is None:
-            x = jnp.take(embedding, tokens, axis=0, mode="clip").astype(jnp.float32)
+            x = vocabulary.lookup(embedding, tokens).astype(jnp.float32)
         else:
             x = hidden
         if c.scaled_embedding and hidden is None:
             x = x * jnp.asarray(c.width**0.5, self.dtype).astype(jnp.float32)
         if c.rope is None and hidden is None:
-            table = self.param("positions", nn.initializers.normal(0.02), (c.max_positions, c.width), self.dtype)
+            places = layers.declare(nn.initializers.normal(0.02), "positions", "embed")
+            table = self.param("positions", places, (c.max_positions, c.width), self.dtype)
             x = x + jnp.take(table, positions, axis=0, mode="clip").astype(jnp.float32)
         angles: dict[RopeConfig | None, Any] = {None: None}
         for rope in {c.rope_of(i): None for i in range(c.num_layers)}:
@@ -75,7 +78,7 @@ class Decoder(nn.Module):
         head = embedding
         if not c.tied:
             rows = c.head_rows or c.vocab_size
-            head = self.param("head", nn.initializers.normal(0.02), (rows, c.width), self.dtype)
+            head = self.param("head", rows_of, (rows, c.width), self.dtype)
         norm = layers.NORMS[c.norm](c.norm_eps, name="final_norm")
         scores, stream = None, x
         if isinstance(logits, str):
@@ -83,11 +86,11 @@ class Decoder(nn.Module):
                 norm(x[:, :1])  # the parameter exists in every mode
                 return ModelOutput(None, cache, stream if features else None)
             x = norm(x)
-            scores = layers.soft_cap(layers.matmul(x, head), c.logit_cap) if logits == "all" else None
+            scores = vocabulary.keep(layers.soft_cap(layers.matmul(x, head), c.logit_cap)) if logits == "all" else None
         else:
             x = norm(x)
             chosen = jnp.take_along_axis(x, logits[:, None, None], axis=1)
-            scores = layers.soft_cap(layers.matmul(chosen, head)[:, 0], c.logit_cap)
+            scores = vocabulary.keep(layers.soft_cap(layers.matmul(chosen, head)[:, 0], c.logit_cap))
         return ModelOutput(scores, cache, (stream if part else x) if features else None)
 
 
@@ -139,5 +142,24 @@ class DecoderFn:
     def init_params(self, key: jax.Array) -> Mapping[str, Any]:
         """Return freshly initialised parameters."""
         unrolled = dataclasses.replace(self, scan_layers=False)
-        params = unrolled.module.init(key, jnp.zeros((1, 1), jnp.int32), unrolled.init_cache(1, 1))["params"]
+        params = nn.unbox(unrolled._declared(key))
         return scan.stack(self.config, params) if self.scan_layers else params
+
+    def parameter_axes(self) -> dict[tuple[str, ...], tuple[str | None, ...]]:
+        """Return the logical axes of each parameter, by path, as the modules declare them; layers unrolled."""
+        # Layers of one kind declare the same: a period of them says all.
+        size = scan.period(self.config)
+        kinds = self.config.kinds[:size]
+        one = dataclasses.replace(self, config=dataclasses.replace(self.config, num_layers=size, kinds=kinds))
+        boxed = jax.eval_shape(dataclasses.replace(one, scan_layers=False)._declared, jax.random.key(0))
+        is_box = lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)  # noqa: E731
+        found = {}
+        for path, box in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box):
+            found[tuple(entry.key for entry in path)] = tuple(box.names)
+        for i in range(size, self.config.num_layers):
+            here, like = f"layers_{i}", f"layers_{i % size}"
+            found |= {(here, *path[1:]): axes for path, axes in list(found.items()) if path[0] == like}
+        return found
+
+    def _declared(self, key: jax.Array) -> Mapping[str, Any]:
+        return self.module.init(key, jnp.zeros((1, 1), jnp.int32), self.init_cache(1, 1))["params"]

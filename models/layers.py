@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,6 +20,11 @@ from specjax.numerics import row_mean
 def precision_of(dtype) -> lax.Precision:
     """Return HIGHEST for float32 (accelerators use less by default), DEFAULT otherwise."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def declare(initialiser: Callable[..., jax.Array], *axes: str | None) -> Callable[..., Any]:
+    """Return an initialiser that also says the parameter's logical axes (``specjax.sharding.RULES``)."""
+    return nn.with_logical_partitioning(initialiser, axes)
 
 
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -35,19 +42,20 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 class Linear(nn.Module):
-    """A projection with its weight stored [out, in]; float32 out."""
+    """A projection with its weight stored [out, in]; float32 out. ``axes`` are the logical axes of out and in."""
 
     features: int
+    axes: tuple[str, str]
     bias: bool = False
     dtype: jnp.dtype = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
-        kernel = self.param("kernel", init, (self.features, x.shape[-1]), self.dtype)
+        kernel = self.param("kernel", declare(init, *self.axes), (self.features, x.shape[-1]), self.dtype)
         y = matmul(x, kernel)
         if self.bias:
-            y = y + self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+            y = y + self.param("bias", declare(nn.initializers.zeros, self.axes[0]), (self.features,), jnp.float32)
         return y
 
 
@@ -55,10 +63,11 @@ class RMSNorm(nn.Module):
     """Root mean square norm (1910.07467) in float32."""
 
     eps: float
+    axis: str | None = "embed"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        scale = self.param("scale", declare(nn.initializers.ones, self.axis), (x.shape[-1],), jnp.float32)
         return x * lax.rsqrt(row_mean(x * x) + self.eps) * scale.astype(jnp.float32)
 
 
@@ -66,10 +75,11 @@ class RMSNormPlusOne(nn.Module):
     """RMSNorm that scales by 1 + w: in float32, where bfloat16 would round the sum."""
 
     eps: float
+    axis: str | None = "embed"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", nn.initializers.zeros, (x.shape[-1],), jnp.float32)
+        scale = self.param("scale", declare(nn.initializers.zeros, self.axis), (x.shape[-1],), jnp.float32)
         return x * lax.rsqrt(row_mean(x * x) + self.eps) * (1.0 + scale.astype(jnp.float32))
 
 
@@ -77,11 +87,12 @@ class LayerNorm(nn.Module):
     """Layer norm (1607.06450) with scale and bias, in float32."""
 
     eps: float
+    axis: str | None = "embed"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), jnp.float32)
+        scale = self.param("scale", declare(nn.initializers.ones, self.axis), (x.shape[-1],), jnp.float32)
+        bias = self.param("bias", declare(nn.initializers.zeros, self.axis), (x.shape[-1],), jnp.float32)
         x = x - row_mean(x)
         return x * lax.rsqrt(row_mean(x * x) + self.eps) * scale + bias
 

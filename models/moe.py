@@ -30,14 +30,15 @@ class Mixture(nn.Module):
     def __call__(self, x):
         e, width = self.experts, x.shape[-1]
         flat = x.reshape(-1, width)
-        router = layers.Linear(e.count, dtype=self.dtype, name="router")(flat)
+        router = layers.Linear(e.count, ("experts", "embed"), dtype=self.dtype, name="router")(flat)
         weights, chosen = lax.top_k(softmax(router), e.top)  # [R, top]
         if e.normalised:
             weights = weights / row_sum(weights)
-        init = nn.initializers.normal(width**-0.5)
+        init = layers.declare(nn.initializers.normal(width**-0.5), "experts", "embed")
+        narrow = layers.declare(nn.initializers.normal(e.width**-0.5), "experts", None)
         gate = self.param("gate", init, (e.count * e.width, width), self.dtype)
         up = self.param("up", init, (e.count * e.width, width), self.dtype)
-        down = self.param("down", nn.initializers.normal(e.width**-0.5), (e.count * width, e.width), self.dtype)
+        down = self.param("down", narrow, (e.count * width, e.width), self.dtype)
         activation = layers.ACTIVATIONS[self.activation]
 
         def serve(expert, rows):

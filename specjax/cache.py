@@ -8,6 +8,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from specjax.types import Cache
@@ -52,6 +53,13 @@ class Layer:
     def dtype(self):
         """Of the entries."""
         return self.buffer.dtype
+
+
+def partition(buffer: Any, by_head: PartitionSpec) -> Any:
+    """Return where ``buffer``, an array [B, G, S, H] or a Layer, lies when rows and heads lie so."""
+    if not by_head or not isinstance(buffer, Layer):
+        return by_head
+    return Layer(PartitionSpec(by_head[0], None, *by_head[1:]), PartitionSpec())  # type: ignore[arg-type]
 
 
 def write(buffer: Any, new: jax.Array, start: Int[Array, " B"]) -> Any:

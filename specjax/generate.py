@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from specjax import cache as kv
+from specjax import layout as layouts
 from specjax import prefill, slots, transforms
 from specjax.generate_loop import MAX_GAMMA, make_decoder, widths_of
 from specjax.sampling import GREEDY, Features, SamplingParams, features_of, stack
@@ -172,6 +173,7 @@ class Program:
         top_logprobs: N, and those of the N most probable tokens.
         features: the families of transforms that its rows may use; none by default, which leaves temperature.
         num_eos: E, columns of the EOS table.
+        layout: the devices it runs on.
     """
 
     def __init__(
@@ -190,6 +192,7 @@ class Program:
         top_logprobs: int = 0,
         features: Features = PLAIN,
         num_eos: int = 4,
+        layout: layouts.Layout = layouts.ONE,
     ):
         decode = make_decoder(
             target_fn, drafter, rule=rule, gamma=gamma, vocab_size=vocab_size, width=width, exact=exact,
@@ -209,26 +212,36 @@ class Program:
         )
         self.greedy = rule.greedy
         self._target_fn, self._loop, self._may_lag = target_fn, decode, controller is not None
-        self._shapes: dict[tuple[int, int], Any] = {}
-        self._step = jax.jit(self._one_step, donate_argnums=1)
-        self._row = jax.jit(self._one_row)
-        self._restore = jax.jit(self._restored_row)
-        self._prefix = jax.jit(functools.partial(prefill.prefill, target_fn), static_argnums=3)
-        self._put = jax.jit(put_row, donate_argnums=0)
-        self._retune = jax.jit(slots.with_sampling, donate_argnums=0)
-        self._blank = jax.jit(self._blank_row, donate_argnums=0)
-        self._cancel = jax.jit(_cancel_row, donate_argnums=0)
+        self._empty: dict[tuple[int, int], Callable[[], RoundState]] = {}
+        self.layout, jit = layout, layout.jit
+        self._step = jit(self._one_step, read=True, donate_argnums=1)
+        self._row = jit(self._one_row)
+        self._restore = jit(self._restored_row)
+        self._prefix = jit(functools.partial(prefill.prefill, target_fn), static_argnums=3)
+        self._put = jit(put_row, donate_argnums=0)
+        self._retune = jit(slots.with_sampling, donate_argnums=0)
+        self._blank = jit(self._blank_row, donate_argnums=0)
+        self._cancel = jit(_cancel_row, donate_argnums=0)
 
     def empty(self, params: dict[str, Params], batch: int, longest: int) -> RoundState:
         """Return ``batch`` empty slots for rows of up to ``longest`` tokens, prompt and output together."""
-        capacity = capacity_for(longest, self.widths[-1])
+        key = batch, capacity_for(longest, self.widths[-1])
+        if key not in self._empty:  # tracing the models takes a second
+            shapes = self.shapes(params, batch, longest)
+
+            def fill() -> RoundState:
+                state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+                return dataclasses.replace(state, finish=jnp.full((batch,), int(Finish.EMPTY), jnp.int32))
+
+            self._empty[key] = fill if self.layout.mesh is None else self.layout.jit(fill)
+        return self._empty[key]()
+
+    def shapes(self, params: dict[str, Params], batch: int, longest: int) -> RoundState:
+        """Return the shapes of such a state; those of ``params`` are enough."""
         rows = self._rows([Prompt([0], 1, (), np.zeros(2, np.uint32))] * batch)
         tokens = jnp.zeros((batch, prefill.SMALLEST_BUCKET), jnp.int32)
-        if (batch, capacity) not in self._shapes:  # tracing the models takes a second
-            traced = functools.partial(self._start, capacity=capacity)
-            self._shapes[batch, capacity] = jax.eval_shape(traced, params, tokens, rows)
-        state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes[batch, capacity])
-        return dataclasses.replace(state, finish=jnp.full((batch,), int(Finish.EMPTY), jnp.int32))
+        traced = functools.partial(self._start, capacity=capacity_for(longest, self.widths[-1]))
+        return jax.eval_shape(traced, params, tokens, rows)
 
     def midway(self, params: dict[str, Params], batch: int, longest: int, prompt: Prompt) -> RoundState:
         """Return rows in mid-generation, with caches of zeros: what rounds cost does not depend on what they hold."""

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
-import msgspec
 import numpy as np
 
 from specjax import draft as sources
 from specjax import fit, head_ids
-from specjax.checkpoint import Checkpoint, MissingCheckpoint, load_checkpoint
+from specjax.checkpoint import Checkpoint, MissingCheckpoint, inspect_checkpoint, load_checkpoint
 from specjax.errors import CheckpointError, SpecjaxError, UsageError
+from specjax.layout import ONE, Layout, Whole, padded
 from specjax.models import scan
 from specjax.models.attention import refuse
 from specjax.models.decoder import DecoderFn
+from specjax.pair_names import MIXED, names_of
+from specjax.placement import OnMesh
+from specjax.sharding import MeshShape
 from specjax.text import Tokenizer, load_tokenizer
 from specjax.types import Drafter, ModelFn, Params
 
-DEFAULT_PAIR = "smollm2"
 DEFAULT_DTYPE = "bfloat16"
 DEFAULT_ATTENTION = "chunks"
 SPECULATION_ON = "on"
-EARLY_EXIT, MIXED = "early-exit", "mixed:"
+EARLY_EXIT = "early-exit"
 
 
 class DraftWarning(UserWarning):
@@ -50,6 +51,9 @@ class Model:
         eos_ids: ids that end a row.
         bos_id: the beginning-of-text id, or None.
         dtype: of the weights.
+        num_logits: places of a program's logits, at least V: a mesh may want more, which are -inf.
+        digest: of its weights as they were read, where a mesh has them otherwise; else None.
+        whole: every shard of a mesh holds all of it.
     """
 
     name: str
@@ -61,6 +65,17 @@ class Model:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     dtype: str
+    num_logits: int = 0
+    digest: str | None = None
+    whole: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "num_logits", self.num_logits or self.vocab_size)
+
+    @property
+    def program_fn(self) -> ModelFn:
+        """The function as programs take it, with ``num_logits`` logits."""
+        return padded(self.fn, self.vocab_size, self.num_logits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +86,14 @@ class Draft:
         name: "none", "ngram", "early-exit:N", what the user called the model, or "mixed:" and that.
         drafter, params: the pure functions and their parameters.
         speculation: "on", or "off: reason".
+        digest: as in ``Model``.
     """
 
     name: str
     drafter: Drafter
     params: Params
     speculation: str = SPECULATION_ON
+    digest: str | None = None
 
     @property
     def kind(self) -> str:
@@ -93,11 +110,15 @@ class Pair:
     Attributes:
         target, draft: the two.
         gamma: the pair's own draft length, or None.
+        layout: the devices it is on.
+        notes: what of it is not split although the mesh would split it.
     """
 
     target: Model
     draft: Draft
     gamma: int | None = None
+    layout: Layout = ONE
+    notes: tuple[str, ...] = ()
 
 
 def no_draft(reason: str = "no draft") -> Draft:
@@ -115,6 +136,7 @@ def load(
     scan_layers: bool = False,
     require_draft: bool = False,
     progress: bool = False,
+    mesh: str | MeshShape | None = None,
 ) -> Pair:
     """Load a target and its draft.
 
@@ -129,10 +151,12 @@ def load(
         scan_layers: run alike layers in a loop: compile time does not grow with depth, steps on a CPU are slower.
         require_draft: raise when the draft cannot be used, instead of warning and decoding without it.
         progress: show downloads and conversions on standard error.
+        mesh: split both over all devices, as "data=4,model=2" says: rows over ``data``, layers and vocabulary over
+            ``model``; ",draft=sharded" splits a draft model too, which is else whole on every shard. None: one device.
 
     Raises:
-        UsageError: an unknown name, both target and pair, tokenizers that differ, or an attention that the model or
-            the backend cannot have.
+        UsageError: an unknown name, both target and pair, tokenizers that differ, an attention that the model or
+            the backend cannot have, or a mesh that is not of so many devices.
         CheckpointError: the target cannot be read (or the draft, under ``require_draft``).
 
     Example:
@@ -140,30 +164,13 @@ def load(
     """
     names = names_of(target, draft, pair)
     form: dict[str, Any] = {"dtype": dtype, "attention": attention, "scan_layers": scan_layers, "progress": progress}
-    model = load_model(names.target, **form)
-    return Pair(model, _load_draft(names.draft, model, require_draft, form), names.gamma)
-
-
-class PairConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A pair's .toml file: WHERE of target and draft, and a draft length."""
-
-    target: str
-    draft: str = "ngram"
-    gamma: int | None = None
-
-
-def names_of(target: str | Path | None, draft: str | Path | None, pair: str | Path | None) -> PairConfig:
-    """Return where target and draft are, from what a caller gave of target, draft and pair.
-
-    Raises:
-        UsageError: both a target and a pair, or an unknown pair.
-    """
-    if target is not None and pair is not None:
-        raise UsageError("Got both a target and a pair; give one of them.")
-    if target is not None:
-        return PairConfig(str(target), str(draft or "ngram"))
-    named = read_pair(pair or DEFAULT_PAIR)
-    return named if draft is None else msgspec.structs.replace(named, draft=str(draft))
+    if mesh is None:
+        model = load_model(names.target, **form)
+        return Pair(model, _load_draft(names.draft, model, require_draft, form), names.gamma)
+    there = OnMesh.of(mesh)
+    model = load_model(names.target, **form, there=there)
+    found = _load_draft(names.draft, model, require_draft, {**form, "there": there.for_draft()})
+    return Pair(model, found, names.gamma, there.layout, tuple(dict.fromkeys(there.notes)))
 
 
 def model_in(draft: str) -> str | None:
@@ -190,41 +197,6 @@ def _exit_layers(draft: str) -> int | None:
     return int(layers)
 
 
-def pair_names() -> list[str]:
-    """Return the names of the pairs that ship."""
-    folder = importlib.resources.files("specjax.configs") / "pairs"
-    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
-
-
-def read_pair(pair: str | Path) -> PairConfig:
-    """Read a pair by name, or from a .toml file whose relative folders are taken from where it lies.
-
-    Raises:
-        UsageError: an unknown name or a file that cannot be read.
-    """
-    path = Path(pair)
-    named = path.suffix != ".toml"
-    if named and str(pair) not in pair_names():
-        raise UsageError(f"Pair {str(pair)!r} is not known; known: {', '.join(pair_names())}, or pass a .toml file.")
-    try:
-        if named:
-            text = (importlib.resources.files("specjax.configs") / "pairs" / f"{pair}.toml").read_text()
-        else:
-            text = path.read_text()
-        config = msgspec.toml.decode(text, type=PairConfig)
-    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
-        raise UsageError(f"Pair {pair}: {error}. Expected target, and optionally draft and gamma.") from error
-    if named:
-        return config
-
-    def beside(where: str) -> str:
-        if where.startswith(MIXED):
-            return MIXED + beside(where.removeprefix(MIXED))
-        return str(path.parent / where) if (path.parent / where).exists() else where
-
-    return msgspec.structs.replace(config, target=beside(config.target), draft=beside(config.draft))
-
-
 def load_model(
     where: str | Path,
     *,
@@ -232,15 +204,23 @@ def load_model(
     attention: str = DEFAULT_ATTENTION,
     scan_layers: bool = False,
     progress: bool = False,
+    there: OnMesh | None = None,
 ) -> Model:
-    """Load one model with its tokenizer; arguments as in ``load``.
+    """Load one model with its tokenizer; arguments as in ``load``, ``there`` being the mesh.
 
     Raises:
         UsageError: an unknown name or dtype, or an attention that cannot be had.
         CheckpointError: it cannot be read.
     """
-    checkpoint = load_checkpoint(where, dtype=dtype, progress=progress)
-    return model_of(checkpoint, load_tokenizer(checkpoint.folder), dtype, attention, scan_layers)
+    checkpoint = _read(where, dtype, progress, there)
+    return model_of(checkpoint, load_tokenizer(checkpoint.folder), dtype, attention, scan_layers, there)
+
+
+def _read(where: str | Path, dtype: str, progress: bool, there: OnMesh | None) -> Checkpoint:
+    if there is None:
+        return load_checkpoint(where, dtype=dtype, progress=progress)
+    sharding = there.shardings(inspect_checkpoint(where, progress=progress).config)
+    return load_checkpoint(where, dtype=dtype, progress=progress, sharding=sharding)
 
 
 def model_of(
@@ -249,6 +229,7 @@ def model_of(
     dtype: str,
     attention: str = DEFAULT_ATTENTION,
     scan_layers: bool = False,
+    there: OnMesh | None = None,
 ) -> Model:
     """Return a checkpoint as a Model.
 
@@ -262,10 +243,10 @@ def model_of(
         raise UsageError(f"{checkpoint.name}: {reason}")
     # bfloat16 buffers are rewritten whole at each step by the CPU backend of jax < 0.11.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else dtype
-    return Model(
+    model = Model(
         name=checkpoint.name,
         fn=DecoderFn(checkpoint.config, dtype, cache_dtype, attention, scan_layers),
-        params=scan.stack(checkpoint.config, checkpoint.params) if scan_layers else checkpoint.params,
+        params=checkpoint.params,
         tokenizer=tokenizer,
         vocab_size=rows if tokenizer is None else tokenizer.vocab_size,
         max_positions=checkpoint.config.max_positions,
@@ -273,6 +254,11 @@ def model_of(
         bos_id=checkpoint.bos_id,
         dtype=dtype,
     )
+    if there is not None:
+        model = dataclasses.replace(model, **there.spread(model.fn, model.params, model.vocab_size))
+    if scan_layers:
+        model = dataclasses.replace(model, params=scan.stack(checkpoint.config, model.params))
+    return model
 
 
 def _load_draft(name: str, target: Model, require: bool, form: dict[str, Any]) -> Draft:
@@ -284,9 +270,10 @@ def _load_draft(name: str, target: Model, require: bool, form: dict[str, Any]) -
     if where is None:
         return Draft("ngram", sources.ngram_drafter(), {})
     try:
-        checkpoint = load_checkpoint(where, dtype=form["dtype"], progress=form["progress"])
+        there = form.get("there")
+        checkpoint = _read(where, form["dtype"], form["progress"], there)
         tokenizer = load_tokenizer(checkpoint.folder)
-        model = model_of(checkpoint, tokenizer, form["dtype"], form["attention"], form["scan_layers"])
+        model = model_of(checkpoint, tokenizer, form["dtype"], form["attention"], form["scan_layers"], there)
         ids = head_ids.read(checkpoint.folder, model.vocab_size)
     except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError) as error:
         missing = isinstance(error, MissingCheckpoint)
@@ -315,7 +302,8 @@ def draft_of(model: Model, target: Model, ids: np.ndarray | None = None) -> Draf
         ids = ids[ids < target.vocab_size]
         cut, cut_params = head_ids.trim(fn, params, ids)
         fn, params = sources.TrimmedFn(cut, target.vocab_size), {"model": cut_params, "ids": ids}
-    return Draft(model.name, sources.model_drafter(fn, target.vocab_size, context), params)
+    fn = padded(Whole(fn) if model.whole else fn, target.vocab_size, target.num_logits)
+    return Draft(model.name, sources.model_drafter(fn, target.num_logits, context), params, digest=model.digest)
 
 
 def early_exit_of(target: Model, layers: int) -> Draft:
@@ -333,7 +321,7 @@ def early_exit_of(target: Model, layers: int) -> Draft:
     if total is not None and layers >= total:
         raise UsageError(f"early-exit:{layers}: {target.name} has {total} layers; expected 1..{total - 1}.")
     rows = 2 if target.dtype == "bfloat16" else 1
-    drafter = sources.early_exit_drafter(target.fn, layers, target.vocab_size, least_rows=rows)
+    drafter = sources.early_exit_drafter(target.program_fn, layers, target.num_logits, least_rows=rows)
     return Draft(f"{EARLY_EXIT}:{layers}", drafter, {})
 
 

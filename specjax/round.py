@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax import cache as kv
-from specjax import numerics, round_check, transforms, truncation
+from specjax import numerics, round_check, transforms, vocabulary
 from specjax import sampling as s
 from specjax.types import (
     Context,
@@ -328,20 +328,16 @@ def _record_logprobs(
     sampled = jnp.log(s.distribution(shaped, state.sampling).probs)
     state = replace(
         state,
-        logprobs=_append(state.logprobs, _chosen(raw, emitted) - norm[..., 0], at),
-        sampled_logprobs=_append(state.sampled_logprobs, _chosen(sampled, emitted), at),
+        logprobs=_append(state.logprobs, vocabulary.take(raw, emitted) - norm[..., 0], at),
+        sampled_logprobs=_append(state.sampled_logprobs, vocabulary.take(sampled, emitted), at),
     )
     if state.top_ids is None or state.top_logprobs is None:
         return state
-    values, ids = truncation.largest(raw.reshape(-1, raw.shape[-1]), state.top_ids.shape[-1])
+    values, ids = vocabulary.largest(raw.reshape(-1, raw.shape[-1]), state.top_ids.shape[-1])
     values, ids = (x.reshape(*emitted.shape, -1) for x in (values, ids))
     return replace(
         state, top_ids=_append(state.top_ids, ids, at), top_logprobs=_append(state.top_logprobs, values - norm, at)
     )
-
-
-def _chosen(values: Float[Array, "B K1 V"], ids: Int[Array, "B K1"]) -> Float[Array, "B K1"]:
-    return jnp.take_along_axis(values, ids[..., None], axis=-1)[..., 0]
 
 
 def _append(buffer: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:

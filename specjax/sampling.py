@@ -13,10 +13,11 @@ import numpy as np
 from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Float, Int, UInt32
 
-from specjax import numerics
+from specjax import numerics, vocabulary
 from specjax.sampling_params import GREEDY, Features, SamplingParams, features_of, stack
-from specjax.truncation import CANDIDATES, largest, truncate
+from specjax.truncation import CANDIDATES, truncate
 from specjax.types import Purpose, RowSampling
+from specjax.vocabulary import largest
 
 __all__ = [
     "GREEDY", "Distribution", "Features", "SamplingParams", "distribution", "draw", "features_of", "fold", "for_draft",
@@ -56,7 +57,7 @@ def distribution(logits: Float[Array, "B T V"], sampling: RowSampling) -> Distri
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     # Below zero whatever the temperature: a tiny one gives -inf, never an infinity less an infinity.
     scaled = (logits - top) / jnp.maximum(temperature, SMALLEST_TEMPERATURE)
-    best = jnp.arange(logits.shape[-1]) == numerics.argmax(logits)[..., None]
+    best = jnp.arange(logits.shape[-1]) == vocabulary.argmax(logits)[..., None]
     log_weights = jnp.where(greedy, jnp.where(best, 0.0, -jnp.inf), scaled)
     few = sampling.truncation is not None
     if sampling.truncation is not None:
@@ -96,7 +97,7 @@ def draw(
     rows, keys = log_weights.reshape(-1, vocab), key.reshape(-1, 2)
 
     def among_all() -> jax.Array:
-        return numerics.argmax(rows + jax.vmap(lambda k: gumbel(k, jnp.arange(vocab)))(keys))
+        return vocabulary.argmax(rows + vocabulary.per_id(gumbel, keys, vocab))
 
     def among_few() -> jax.Array:
         values, ids = largest(rows, CANDIDATES)

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.numerics import BLOCK, row_sum
+from specjax.numerics import row_sum
 from specjax.types import Truncation
+from specjax.vocabulary import largest
 
 CANDIDATES = 64  # a row's largest values that are looked at first
 _ONE = 1 << 30  # the whole mass
@@ -39,23 +40,6 @@ def truncate(log_weights: Float[Array, "B T V"], truncation: Truncation) -> Floa
     floor = jnp.maximum(jnp.where(min_p > 0, jnp.log(min_p), -jnp.inf), _top_k(rows, top, top_k))
     least = jnp.maximum(floor, _top_p(rows, top, floor, top_p))
     return jnp.where(rows >= least[:, None], rows, -jnp.inf).reshape(batch, places, vocab)
-
-
-def largest(x: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R C"], Int[Array, "R C"]]:
-    """Return the ``count`` largest of each row, in order, and their places: ``lax.top_k``, block by block.
-
-    They lie in the ``count`` blocks whose maxima are largest, so most of the row is only ever compared once.
-    """
-    rows, size = x.shape
-    if size <= 2 * count * BLOCK:
-        return lax.top_k(x, count)
-    x = jnp.pad(x, ((0, 0), (0, -size % BLOCK)), constant_values=-jnp.inf)
-    blocks = x.reshape(rows, -1, BLOCK)
-    _, chosen = lax.top_k(jnp.max(blocks, axis=-1), count)
-    chosen = jnp.sort(chosen, axis=-1)  # of equal values the first comes first
-    values, at = lax.top_k(jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(rows, -1), count)
-    block = jnp.take_along_axis(chosen, at // BLOCK, axis=1)
-    return values, jnp.minimum(block * BLOCK + at % BLOCK, size - 1)
 
 
 def _top_k(rows: Float[Array, "R V"], top: Float[Array, "R C"], k: Int[Array, " R"]) -> Float[Array, " R"]:

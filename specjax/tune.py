@@ -122,7 +122,7 @@ def tune(
     target = pair.target
     chosen = plan(AUTO, None, pair.draft.name, width, target.dtype)
     program = Program(
-        target.fn, pair.draft.drafter, rule=rule_for(rule), gamma=chosen.gamma, vocab_size=target.vocab_size,
+        target.program_fn, pair.draft.drafter, rule=rule_for(rule), gamma=chosen.gamma, vocab_size=target.num_logits,
         width=chosen.widths, exact=chosen.exact, controller=chosen.controller,
     )  # fmt: skip
     params = {"target": target.params, "draft": pair.draft.params}

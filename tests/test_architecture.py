@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 # The core, lowest first: a room may import the rooms of earlier rows, and itself.
 CORE_ROWS = (("types",), ("cache", "sampling"), ("verify", "draft"), ("round",), ("generate",), ("engine",))
 CORE = {room for row in CORE_ROWS for room in row}
-STANDALONE = {"errors", "text", "cost", "stats", "reference"}  # import none of the others but errors
+STANDALONE = {"errors", "text", "cost", "stats", "reference", "sharding"}  # import none of the others but errors
 MAY_IMPORT = {
     **{room: {r for row in CORE_ROWS[:i] for r in row} for i, row in enumerate(CORE_ROWS) for room in row},
     **{room: set() for room in STANDALONE},

@@ -14,7 +14,8 @@ import tokenizers
 import specjax
 from specjax.errors import CheckpointError, UsageError
 from specjax.models.decoder import DecoderFn
-from specjax.pair import DraftWarning, Model, Pair, draft_of, load, model_in, no_draft, pair_names, read_pair
+from specjax.pair import DraftWarning, Model, Pair, draft_of, load, model_in, no_draft
+from specjax.pair_names import pair_names, read_pair
 from specjax.text import Tokenizer
 
 TARGET, NEAR = t.DATA / t.TARGET, t.DATA / t.NEAR

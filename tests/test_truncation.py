@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import numerics, truncation
+from specjax import numerics, truncation, vocabulary
 from specjax import sampling as s
 from specjax.reference_transforms import REACHED, sampled
 from specjax.sampling import SamplingParams
@@ -123,7 +123,7 @@ def test_the_largest_are_those_of_top_k_and_the_first_of_ties_comes_first(size):
     x[2] = -np.inf
     x[2, size // 2] = 1.0
     count = min(64, size)
-    values, ids = jax.jit(truncation.largest, static_argnums=1)(x, count)
+    values, ids = jax.jit(vocabulary.largest, static_argnums=1)(x, count)
     order = np.argsort(-x, axis=-1, kind="stable")[:, :count]
     np.testing.assert_array_equal(values, np.take_along_axis(x, order, axis=1))
     np.testing.assert_array_equal(ids, order)

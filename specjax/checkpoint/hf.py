@@ -96,9 +96,13 @@ def load_folder(
     params: dict[str, Any] = {}
     for leaf in leaves:
         target = tensors.DTYPES[dtype if len(leaf.shape) > 1 else "float32"]
-        host = np.empty(leaf.shape, target)
-        fill(store, leaf, host)
-        put(params, leaf.path, jax.device_put(host, (sharding or tensors.one_device)(leaf.path, leaf.shape)))
+        if sharding is None:
+            host = np.empty(leaf.shape, target)
+            fill(store, leaf, host)
+            value = jax.device_put(host, tensors.one_device(leaf.path, leaf.shape))
+        else:
+            value = _in_shards(store, leaf, target, sharding(leaf.path, leaf.shape))
+        put(params, leaf.path, value)
     return Checkpoint(name or folder.name, folder, family, config, hf_config, params, eos_ids, bos_id)
 
 
@@ -209,6 +213,37 @@ def fill(store: tensors.TensorStore, leaf: Leaf, out: np.ndarray) -> None:
     parts = [store.read(source, out.dtype) for source in leaf.sources]
     whole = np.concatenate([part.T if leaf.transposed else part for part in parts])
     out[...] = whole if leaf.rows is None else whole[slice(*leaf.rows)]
+
+
+def _in_shards(store: tensors.TensorStore, leaf: Leaf, dtype: np.dtype, sharding: Any) -> Any:
+    """Return one leaf laid out, this process having read no more than the parts of its own devices."""
+    import jax
+
+    held: dict[str, np.ndarray] = {}  # devices that hold the same part share the reading
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        name = str(index)
+        if name not in held:
+            held[name] = _part(store, leaf, index, dtype)
+        return held[name]
+
+    return jax.make_array_from_callback(leaf.shape, sharding, part)
+
+
+def _part(store: tensors.TensorStore, leaf: Leaf, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+    if leaf.transposed or leaf.rows is not None:
+        whole = np.empty(leaf.shape, dtype)
+        fill(store, leaf, whole)
+        return np.ascontiguousarray(whole[index])
+    first, last, _ = index[0].indices(leaf.shape[0])
+    parts, row = [], 0
+    for source, shape in zip(leaf.sources, leaf.source_shapes, strict=True):
+        low, high = max(first, row), min(last, row + shape[0])
+        if low < high:
+            parts.append(store.read_part(source, (slice(low - row, high - row), *index[1:]), dtype))
+        row += shape[0]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:

@@ -173,6 +173,34 @@ class TensorStore:
                 if raw is not part:
                     part[...] = raw
 
+    def read_part(self, name: str, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """Read a part of one tensor, cast to ``dtype``: the rows asked for, and of each only its columns.
+
+        Args:
+            name: the tensor.
+            index: a slice of each axis, as ``jax.make_array_from_callback`` gives them.
+            dtype: of the result.
+
+        Raises:
+            CheckpointError: the file ends early.
+        """
+        stored, source = self.tensors[name], self.dtype(name)
+        bounds = [part.indices(size)[:2] for part, size in zip(index, stored.shape, strict=True)]
+        (first, last), rest = bounds[0], stored.shape[1:]
+        width = math.prod(rest)
+        whole = all(bound == (0, size) for bound, size in zip(bounds[1:], rest, strict=True))
+        low, high = (0, width) if whole else bounds[1]
+        if not whole and len(rest) > 1:
+            raise ValueError(f"Tensor {name} has {len(stored.shape)} axes; only those of a matrix can be split.")
+        out = np.empty((last - first, high - low), source)
+        with open(stored.file, "rb") as file:
+            for row, segment in enumerate([out.reshape(-1)] if whole else out):
+                file.seek(stored.offset + ((first + row) * width + low) * source.itemsize)
+                if file.readinto(segment.view(np.uint8).data) != segment.nbytes:
+                    raise CheckpointError(f"{stored.file} ends inside tensor {name}. Copy or download the file again.")
+        shape = (last - first, *(rest if whole else (high - low,)))
+        return out.reshape(shape).astype(dtype, copy=False)
+
     def equal(self, first: str, second: str) -> bool:
         """Say whether two tensors hold the same values."""
         a, b = self.tensors[first], self.tensors[second]

@@ -29,7 +29,8 @@ class Check(Common):
         """Show a table of findings; 2 when the two do not fit."""
         prepare_jax()
         from specjax import fit
-        from specjax.pair import model_in, names_of
+        from specjax.pair import model_in
+        from specjax.pair_names import names_of
 
         names = names_of(self.target, self.draft, self.pair)
         target = fit.describe(names.target, progress=True)

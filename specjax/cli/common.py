@@ -56,12 +56,15 @@ class PairOptions(Common):
     scan_layers: bool = False
     """Run alike layers in a loop: a deep model compiles as fast as a shallow one (steps on a CPU are slower)."""
 
-    def load(self, *, require_draft: bool) -> Pair:
-        """Load the target and its draft; say on standard error what is fetched or converted."""
+    def load(self, *, require_draft: bool, mesh: str | None = None) -> Pair:
+        """Load the target and its draft; say on standard error what is fetched or converted, and what is not split."""
         from specjax.pair import load
 
-        return load(self.target, self.draft, pair=self.pair, dtype=self.dtype, attention=self.attention,
-                    scan_layers=self.scan_layers, require_draft=require_draft, progress=True)  # fmt: skip
+        pair = load(self.target, self.draft, pair=self.pair, dtype=self.dtype, attention=self.attention,
+                    scan_layers=self.scan_layers, require_draft=require_draft, progress=True, mesh=mesh)  # fmt: skip
+        for text in pair.notes:
+            note(f"mesh: {text}")
+        return pair
 
 
 def prepare_jax() -> None:

@@ -21,6 +21,7 @@ from specjax.cli.check import Check
 from specjax.cli.convert import Convert
 from specjax.cli.fetch import Fetch
 from specjax.cli.generate import Generate
+from specjax.cli.plan import Plan
 from specjax.cli.score import Score
 from specjax.cli.tune import Tune
 from specjax.cli.verify import Verify
@@ -39,7 +40,7 @@ _ABOUT = (
     "'specjax COMMAND --help' lists a command's options."
 )
 # A new command is one file, a line here and its name.
-_NAMES = ("generate", "score", "fetch", "bench", "check", "convert", "verify")
+_NAMES = ("generate", "score", "fetch", "bench", "check", "convert", "verify", "tune", "plan")
 _COMMANDS = Union[  # noqa: UP007
     Annotated[Generate, subcommand("generate")],
     Annotated[Score, subcommand("score")],
@@ -49,6 +50,7 @@ _COMMANDS = Union[  # noqa: UP007
     Annotated[Convert, subcommand("convert")],
     Annotated[Verify, subcommand("verify")],
     Annotated[Tune, subcommand("tune")],
+    Annotated[Plan, subcommand("plan")],
 ]
 
 
@@ -116,11 +118,7 @@ def _first_words(box: str, argv: list[str]) -> str:
         said.append(text)
     message = " ".join(said).rstrip(".")
     stray = message.removeprefix("Unrecognized options: ")
-    command = (
-        argv[0]
-        if argv and argv[0] in ("generate", "score", "fetch", "bench", "check", "convert", "verify", "tune")
-        else ""
-    )
+    command = argv[0] if argv and argv[0] in _NAMES else ""
     if stray != message and command and not stray.startswith("-"):
         message += " (values without an option stand together, before the options or after --)"
     return f"{message or 'the arguments cannot be read'}. See 'specjax {command + ' ' if command else ''}--help'."

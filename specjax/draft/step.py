@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax import numerics, transforms
 from specjax import sampling as s
+from specjax import transforms, vocabulary
 from specjax.types import Context, DraftView
 
 
 def no_probs(view: DraftView, gamma: int, vocab_size: int, greedy: bool) -> jax.Array | None:
     """Return the buffer of q, [B, K, V], before anything is drafted; None where every draft is an argmax."""
-    return None if greedy else jnp.zeros((view.tokens.shape[0], gamma, vocab_size), jnp.float32)
+    return None if greedy else vocabulary.keep(jnp.zeros((view.tokens.shape[0], gamma, vocab_size), jnp.float32))
 
 
 def choose(
@@ -34,7 +34,7 @@ def choose(
     """
     shaped = transforms.shape(logits, view.sampling, context)
     if probs is None:
-        token = numerics.argmax(shaped)
+        token = vocabulary.argmax(shaped)
     else:
         q = s.distribution(shaped[:, None], view.sampling)
         token = s.draw(q.log_weights[:, 0], view.keys.place[:, place], few=q.few)

@@ -13,20 +13,20 @@ import jax
 import numpy as np
 
 import specjax
+from specjax.digest import weights_digest
 from specjax.errors import UsageError
 from specjax.jobs.folder import Folder
 from specjax.outputs import json_line
-from specjax.pair import Pair
+from specjax.pair import Draft, Model, Pair
 from specjax.requests import Options, plan_of
 from specjax.rows import BadRow, Row
 from specjax.speculation import AUTO
-from specjax.types import Params, Rule
+from specjax.types import Rule
 
 NAME = "manifest.json"
 SCHEMA = 1
 # What changes how a job runs, but not what it says.
 _NOT_SETTINGS = ("batch_size", "chunk", "check", "require_draft")
-_SAMPLED = 16  # numbers of each parameter that its digest covers
 
 
 def identity(pair: Pair, options: Options, rows: Iterable[Row | BadRow]) -> dict[str, Any]:
@@ -38,8 +38,8 @@ def identity(pair: Pair, options: Options, rows: Iterable[Row | BadRow]) -> dict
     if isinstance(options.rule, Rule):
         settings["rule"] = options.rule.name
     return {
-        "target": {"name": pair.target.name, "dtype": pair.target.dtype, "weights": weights_digest(pair.target.params)},
-        "draft": {"name": pair.draft.name, "weights": weights_digest(pair.draft.params)},
+        "target": {"name": pair.target.name, "dtype": pair.target.dtype, "weights": _digest(pair.target)},
+        "draft": {"name": pair.draft.name, "weights": _digest(pair.draft)},
         "settings": json.loads(json.dumps(settings, default=_as_json)),
         "input": rows_digest(rows),
     }
@@ -50,18 +50,8 @@ def fingerprint(job: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
 
 
-def weights_digest(params: Params) -> str:
-    """Return a digest of every parameter's name, shape, dtype and first numbers.
-
-    Reading all of a large model would take minutes; any training moves the first numbers too.
-    """
-    digest = hashlib.sha256()
-    for path, leaf in sorted(jax.tree_util.tree_leaves_with_path(params), key=lambda item: str(item[0])):
-        first = leaf[(0,) * (leaf.ndim - 1)][:_SAMPLED] if leaf.ndim else leaf
-        values = np.asarray(jax.device_get(first))
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} ".encode())
-        digest.update(values.tobytes())
-    return digest.hexdigest()[:32]
+def _digest(model: Model | Draft) -> str:
+    return model.digest or weights_digest(model.params)
 
 
 def rows_digest(rows: Iterable[Row | BadRow]) -> str:

@@ -16,6 +16,7 @@ from specjax import sampling as s
 from specjax.numerics import row_sum
 from specjax.types import Proposal, Purpose, RoundKeys, RowSampling, Rule, Verdict
 from specjax.verify.rejection import extra_token
+from specjax.vocabulary import take
 
 
 def verify(logits: Float[Array, "B K1 V"], proposal: Proposal, sampling: RowSampling, keys: RoundKeys) -> Verdict:
@@ -37,11 +38,10 @@ def verify(logits: Float[Array, "B K1 V"], proposal: Proposal, sampling: RowSamp
 
 def prefix_weights(p: Float[Array, "B K1 V"], proposal: Proposal) -> Float[Array, "B K"]:
     """Return pi_1..pi_K; a factor that is 0 stays 0."""
-    drafted = proposal.tokens[..., None]
-    p_drafted = jnp.take_along_axis(p[:, :-1], drafted, axis=-1)[..., 0]
+    p_drafted = take(p[:, :-1], proposal.tokens)
     ratio = p_drafted
     if proposal.probs is not None:
-        q_drafted = jnp.take_along_axis(proposal.probs, drafted, axis=-1)[..., 0]
+        q_drafted = take(proposal.probs, proposal.tokens)
         ratio = jnp.where(q_drafted > 0, p_drafted / jnp.where(q_drafted > 0, q_drafted, 1.0), 0.0)
 
     def step(pi: jax.Array, r: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -56,7 +56,7 @@ def end_probability(p: Float[Array, "B K1 V"], proposal: Proposal, pi: Float[Arr
     gamma = pi.shape[1]
     if proposal.probs is None:
         # q is one-hot at the next draft: what is left there is nothing.
-        p_next = jnp.take_along_axis(p[:, 1:gamma], proposal.tokens[:, 1:, None], axis=-1)[..., 0]
+        p_next = take(p[:, 1:gamma], proposal.tokens[:, 1:])
         left = pi[:, :-1] * (1.0 - p_next)
     else:
         left = row_sum(jnp.maximum(pi[:, :-1, None] * p[:, 1:gamma] - proposal.probs[:, 1:], 0.0))[..., 0]

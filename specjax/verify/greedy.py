@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specjax import numerics
+from specjax import vocabulary
 from specjax.types import Proposal, RoundKeys, RowSampling, Rule, Verdict
 
 
 def verify(logits: Float[Array, "B K1 V"], proposal: Proposal, sampling: RowSampling, keys: RoundKeys) -> Verdict:
     """Decide one block; see ``specjax.types.Rule``. Serves rows at temperature 0 only."""
     del sampling, keys
-    best = numerics.argmax(logits)
+    best = vocabulary.argmax(logits)
     num_accepted = leading(proposal.tokens == best[:, :-1], proposal.num_drafted)
     return Verdict(num_accepted, jnp.take_along_axis(best, num_accepted[:, None], axis=1)[:, 0])
 

@@ -14,16 +14,17 @@ from jaxtyping import Array, Float, Int
 from specjax import sampling as s
 from specjax.types import Proposal, Purpose, RoundKeys, RowSampling, Rule, Verdict
 from specjax.verify.greedy import leading
+from specjax.vocabulary import take
 
 
 def verify(logits: Float[Array, "B K1 V"], proposal: Proposal, sampling: RowSampling, keys: RoundKeys) -> Verdict:
     """Decide one block; see ``specjax.types.Rule``."""
     target = s.distribution(logits, sampling)
     gamma = proposal.tokens.shape[1]
-    p_drafted = jnp.take_along_axis(target.probs[:, :gamma], proposal.tokens[..., None], axis=-1)[..., 0]
+    p_drafted = take(target.probs[:, :gamma], proposal.tokens)
     q_drafted = jnp.ones_like(p_drafted)
     if proposal.probs is not None:
-        q_drafted = jnp.take_along_axis(proposal.probs, proposal.tokens[..., None], axis=-1)[..., 0]
+        q_drafted = take(proposal.probs, proposal.tokens)
     u = s.uniforms(s.purpose_key(keys.round, Purpose.ACCEPT), gamma)
     num_accepted = leading(u * q_drafted < p_drafted, proposal.num_drafted)
     return Verdict(num_accepted, extra_token(target, proposal, num_accepted, keys))

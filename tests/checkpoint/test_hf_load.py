@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from specjax.checkpoint import MissingCheckpoint, load_folder
+from specjax.checkpoint.tensors import DTYPES, TensorStore
 from specjax.errors import CheckpointError, UsageError
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -224,3 +226,19 @@ def test_no_weights(tied) -> None:
     fails(tied, "model-00001-of-00002.safetensors", "index")
     (tied.path / "model-00001-of-00002.safetensors").unlink()
     fails(tied, "holds no weights")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "index", [(slice(8, 24), slice(None)), (slice(None), slice(16, 48)), (slice(3, 5), slice(1, 2))]
+)
+def test_a_part_of_a_tensor_is_that_part_of_the_whole(dtype, index) -> None:
+    """What a host reads of a weight that others share."""
+    store = TensorStore(Path(__file__).parents[1] / "data" / "llama-gqa-tied")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    part = store.read_part(name, index, DTYPES[dtype])
+    whole = store.read(name, DTYPES[dtype])
+    assert part.dtype == whole.dtype
+    np.testing.assert_array_equal(part, whole[index])
+    vector = store.read_part("model.norm.weight", (slice(4, 9),), DTYPES["float32"])
+    np.testing.assert_array_equal(vector, store.read("model.norm.weight")[4:9])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ WIDTH = 16
 
 def make(experts: Experts, seed: int = 0):
     layer = moe.Mixture(experts, "silu", jnp.dtype(jnp.float32))
-    return layer, layer.init(jax.random.key(seed), jnp.zeros((1, 1, WIDTH)))
+    return layer, nn.unbox(layer.init(jax.random.key(seed), jnp.zeros((1, 1, WIDTH))))
 
 
 def in_numpy(experts: Experts, params, x: np.ndarray) -> np.ndarray:
