@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from specjax import stats, tune
+from specjax.distributed import CHUNK
 from specjax.engine import Engine, Request, Result
 from specjax.engine_slot import DEVICE_ERRORS, out_of_memory
 from specjax.generate import Program
@@ -192,7 +193,7 @@ class Call:
 
     def _give_up_draft(self, error: Exception) -> None:
         """Go on without the draft when memory ran out before the first tokens; raise where that cannot help."""
-        if not out_of_memory(error) or self._draft.speculation != SPECULATION_ON:
+        if self.pair.layout.spans_processes or not out_of_memory(error) or self._draft.speculation != SPECULATION_ON:
             raise error
         reason = f"ran out of memory: {first_line(error)}"
         self._draft = unusable(self._draft.name, reason, self.options.require_draft)
@@ -205,11 +206,11 @@ class Call:
             rule = RULES["greedy"]
         plan = self._plan()
         program = compiled(
-            target.fn,
+            target.program_fn,
             self._draft.drafter,
             rule=rule,
             gamma=plan.gamma,
-            vocab_size=target.vocab_size,
+            vocab_size=target.num_logits,
             width=plan.widths,
             exact=plan.exact,
             controller=plan.controller,
@@ -218,9 +219,11 @@ class Call:
             top_logprobs=options.top_logprobs,
             features=features_of((job.prompt.sampling for job in jobs), options.constraint),
             num_eos=max(4, max(len(job.prompt.eos) for job in jobs)),
+            layout=self.pair.layout,
         )
         params: dict[str, Any] = {"target": target.params, "draft": self._draft.params}
-        batch_size, longest = min(options.batch_size, len(jobs)), max(job.prompt.limit for job in jobs)
+        batch_size = self.pair.layout.rows(min(options.batch_size, len(jobs)))
+        longest = max(job.prompt.limit for job in jobs)
         if plan.controller is not None:
             key = tune.key_of(params, self._draft.kind, rule.name, batch_size, plan.widths)
             sampling = jobs[0].prompt.sampling
@@ -237,7 +240,8 @@ class Call:
         requests = (Request(job, job.prompt, self._watch(job)) for job in jobs)
         with engine:
             self._engines.append(engine)
-            for result in engine.run(requests, chunk=options.chunk, on_chunk=self._on_tokens, stop=stop):
+            chunk = options.chunk or (CHUNK if self.pair.layout.spans_processes else None)
+            for result in engine.run(requests, chunk=chunk, on_chunk=self._on_tokens, stop=stop):
                 yield self._output(result.key, result, plan.gamma)
 
     def _plan(self) -> Plan:

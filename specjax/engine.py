@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.engine_slot import DEVICE_ERRORS, Flight, Pace, Request, Result, Slot, Waste, Watcher, out_of_memory
-from specjax.generate import Program
+from specjax.generate import Program, Prompt
 from specjax.sampling import SamplingParams
 from specjax.types import Finish, Params, RoundState, Status
 
@@ -129,6 +129,8 @@ class Engine:
                         if on_chunk:
                             on_chunk(count)
                 except DEVICE_ERRORS as error:
+                    if self._program.layout.spans_processes:
+                        raise  # what one process mends the others would not
                     self._recover(error)
                 while self._done:
                     yield self._done.popleft()

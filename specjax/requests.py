@@ -134,7 +134,15 @@ def check(pair: Pair, options: Options) -> None:
         UsageError: it says what.
     """
     target = pair.target
-    gamma = plan_of(pair, pair.draft, options).gamma
+    chosen = plan_of(pair, pair.draft, options)
+    gamma = chosen.gamma
+    if pair.layout.mesh is not None and chosen.controller is not None:
+        raise UsageError("gamma is auto; expected a number on a mesh: costs are measured on one device.")
+    if options.constraint is not None and target.num_logits != target.vocab_size:
+        raise UsageError(
+            f"A constraint has masks of {target.vocab_size} ids, and the mesh splits {target.num_logits}: leave out"
+            " the constraint, or the mesh's model axis."
+        )
     if options.width is not None and options.width < gamma + 1:
         raise UsageError(f"width is {options.width}; expected more than gamma, {gamma}.")
     if options.cache_length is not None and options.cache_length > target.max_positions:

@@ -25,6 +25,7 @@ from specjax.errors import UsageError
 
 if TYPE_CHECKING:
     from specjax.api import Output
+    from specjax.distributed import Processes
     from specjax.pair import Pair
 
 _STREAM_CHUNK = 4  # rounds between two looks while text is shown as it comes
@@ -82,6 +83,13 @@ class Generate(SamplingOptions, PairOptions):
     """The most tokens of prompt and output together (default: the model's context)."""
     prefix: Annotated[str | None, unset("FILE")] = None
     """Text that stands before every prompt (a system message of chats); it is prefilled once."""
+    mesh: Annotated[str | None, unset("data=D,model=M")] = None
+    """Split rows over D and the model over M of all D x M devices; ,draft=sharded splits a draft model too, which is
+    else whole on every shard (default: one device; with several processes, rows over all devices)."""
+    distributed: Annotated[str, arg(metavar="auto|off|coordinator=HOST:PORT,num=N,id=I")] = "off"
+    """Run with other processes as one job: auto finds them (TPU pods, Slurm, Open MPI); needs --output FILE or DIR."""
+    start_timeout: Annotated[int, arg(metavar="SECONDS")] = 300
+    """How long to wait for all processes to start."""
     check: bool = False
     """Verify the invariants of speculation while running."""
     compare: bool = False
@@ -90,11 +98,22 @@ class Generate(SamplingOptions, PairOptions):
     def run(self) -> int:
         """Generate; 1 when some rows failed."""
         self._refuse()
+        from specjax import distributed
+
+        with distributed.processes(distributed.parse(self.distributed), self.start_timeout, self.debug) as found:
+            return self._run(found)
+
+    def _run(self, processes: Processes) -> int:
+        if processes.count > 1:
+            from specjax.jobs.place import is_stream
+
+            if is_stream(self.output):
+                raise UsageError("Several processes write rows: give --output FILE or DIR, which all can reach.")
         if self.input is None and self.output is None:
             return self._show()
         from specjax.cli.generate_rows import write_rows
 
-        return write_rows(self)
+        return write_rows(self, processes)
 
     def _refuse(self) -> None:
         """Refuse what cannot be honoured, before anything is loaded.
@@ -115,6 +134,7 @@ class Generate(SamplingOptions, PairOptions):
             (self.compare and self.draft == "none", "got --compare and --draft none: nothing to compare."),
             (shown and self.logprobs, "--logprobs is written in rows: add --output FILE (or - )."),
             (shown and self.top_logprobs, "--top-logprobs is written in rows: add --output FILE (or - )."),
+            (self.start_timeout < 1, f"--start-timeout is {self.start_timeout}; expected at least 1."),
             (shown and self.batch_size not in (None, 1),
              "prompts shown as text run one at a time: add --output FILE (or - ) for --batch-size."),
         )  # fmt: skip
@@ -154,7 +174,7 @@ class Generate(SamplingOptions, PairOptions):
         from specjax.stats import merge_stats
 
         options = {**self.options(), "batch_size": 1, "chunk": _STREAM_CHUNK}
-        pair = self.load(require_draft=self.require_draft)
+        pair = self.load(require_draft=self.require_draft, mesh=self.mesh)
         screen, meter = _Screen(self.prompts, self.samples), Meter()
         outputs = generate(
             pair, list(self.prompts), on_text=screen.text, on_output=screen.end, on_tokens=meter.add, **options

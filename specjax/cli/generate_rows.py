@@ -13,13 +13,14 @@ from specjax.rows import BadRow, Row, read_rows
 if TYPE_CHECKING:
     from specjax.api import Output
     from specjax.cli.generate import Generate
+    from specjax.distributed import Processes
     from specjax.jobs import Place
     from specjax.pair import Pair
 
 STOPPED, INTERRUPTED = 75, 130
 
 
-def write_rows(command: Generate) -> int:
+def write_rows(command: Generate, processes: Processes) -> int:
     """Answer a command's rows; return its exit code."""
     rows = read_rows(command.input) if command.input is not None else None
     prepare_jax()
@@ -29,7 +30,8 @@ def write_rows(command: Generate) -> int:
         if command.resume:
             raise UsageError(f"--resume: {command.output} keeps no rows; give --output FILE or DIR.")
         return _stream(command, rows)
-    return _job(command, rows, Place(str(command.output), resume=command.resume, overwrite=command.overwrite))
+    place = Place(str(command.output), resume=command.resume, overwrite=command.overwrite)
+    return _job(command, rows, place, processes)
 
 
 class _Progress:
@@ -56,7 +58,7 @@ def _stream(command: Generate, rows: list[Row | BadRow] | None) -> int:
     totals = Totals()
     with RowWriter(command.output, report=note) as writer:
         options = command.options()
-        pair = command.load(require_draft=command.require_draft)
+        pair = command.load(require_draft=command.require_draft, mesh=command.mesh)
         asked = _rows(command, rows, pair)
         with progress_bar(len(asked) * command.samples, "rows") as update:
             progress = _Progress(update)
@@ -72,20 +74,24 @@ def _stream(command: Generate, rows: list[Row | BadRow] | None) -> int:
     return 1 if totals.failed else 0
 
 
-def _job(command: Generate, rows: list[Row | BadRow] | None, place: Place) -> int:
+def _job(command: Generate, rows: list[Row | BadRow] | None, place: Place, processes: Processes) -> int:
     """Run a job; a signal ends it with what is finished."""
     from specjax.jobs import run_job
     from specjax.jobs.signals import StopSignals
     from specjax.requests import Options
 
-    with StopSignals() as stop:
+    many = processes.count > 1
+    with StopSignals(processes.stopper() if many else None) as stop:
         options = Options(**command.options())
-        pair = command.load(require_draft=command.require_draft)
+        pair = command.load(require_draft=command.require_draft, mesh=command.mesh or processes.mesh)
         asked = _rows(command, rows, pair)
         with progress_bar(len(asked) * command.samples, "rows") as update:
             progress = _Progress(update)
             stop.wait()
-            result = run_job(pair, asked, place, options, stop=stop, on_output=progress.row, on_tokens=progress.tokens)
+            result = run_job(
+                pair, asked, place, options, stop=stop, on_output=progress.row, on_tokens=progress.tokens,
+                processes=processes,
+            )  # fmt: skip
     counts, stats = result.manifest["rows"], result.manifest["acceptance"]
     if result.stopped:
         note(

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from specjax.api import Call, Output
+from specjax.distributed import ALONE, Processes
 from specjax.errors import SpecjaxError
 from specjax.jobs import manifest as m
 from specjax.jobs.parts import Parts, RowName, read_parts, record_name
@@ -52,6 +53,7 @@ def run_job(
     stop: Callable[[], bool] = lambda: False,
     on_output: Callable[[Output], None] | None = None,
     on_tokens: Callable[[int], None] | None = None,
+    processes: Processes = ALONE,
 ) -> JobResult:
     """Answer every row that the output does not hold yet, and write a manifest of the whole.
 
@@ -63,6 +65,7 @@ def run_job(
         stop: asked between chunks of rounds; True ends the run with what is finished, to be resumed.
         on_output: called with each row once it is taken into a part.
         on_tokens: called with the number of new tokens after each chunk.
+        processes: those that run this job together: each writes the rows that it is dealt, the first one the manifest.
 
     Raises:
         UsageError: an option that cannot be honoured, or an output of another job.
@@ -79,12 +82,15 @@ def run_job(
 
     call = Call(pair, options, on_tokens=look)
     job = m.identity(pair, options, rows)
+    processes.refuse_differences("models, options or input", m.fingerprint(job))
     if place.found is not None:
         m.refuse_another(place.found, job, place.name)
     if place.complete and place.found is not None:
-        place.tidy()
+        processes.barrier("complete")
+        if processes.first:
+            place.tidy()
         return JobResult(place.found, False, 0)
-    run = _Run(place, job, len(rows) * options.samples, call)
+    run = _Run(place, job, len(rows) * options.samples, call, processes)
     try:
         for output in call.run(rows, done=frozenset(run.done), stop=stop):
             run.take(output.record(numbered=options.samples > 1))
@@ -101,8 +107,9 @@ def run_job(
 class _Run:
     """One run of a job, from its first row to its manifest."""
 
-    def __init__(self, place: Place, job: dict[str, Any], expected: int, call: Call):
+    def __init__(self, place: Place, job: dict[str, Any], expected: int, call: Call, processes: Processes):
         self.done: set[RowName] = set()
+        self._processes = processes
         self._place, self._job, self._expected, self._call = place, job, expected, call
         self._totals = Totals()
         self._before = place.found or {}
@@ -110,28 +117,37 @@ class _Run:
             read_parts(place.parts, self._read)
         self._read_rows, self._read_tokens = self._totals.rows, self._totals.stats["num_tokens"]
         self._began, self._started = time.perf_counter(), _now()
-        place.begin(self._manifest(RUNNING))
-        self.parts = Parts(place.parts)
+        # All have read what is there before the first one changes it.
+        processes.refuse_differences("finished rows (they need one output that all can read)", str(sorted(self.done)))
+        if processes.first:
+            place.begin(self._manifest(RUNNING))
+        processes.barrier("begun")
+        self.parts = Parts(place.parts, processes.index)
 
     def take(self, record: dict[str, Any]) -> None:
         """Take a finished row."""
         self._totals.add(record)
-        self.parts.add(record)
+        if self._processes.deals(record_name(record)):
+            self.parts.add(record)
 
     def end(self) -> JobResult:
         """Write what is left, and the manifest."""
         self.parts.flush()
+        self._processes.barrier("flushed")
         stopped = self._totals.rows < self._expected
         manifest = self._manifest(STOPPED if stopped else COMPLETE)
-        (self._place.stop if stopped else self._place.finish)(manifest)
+        if self._processes.first:
+            (self._place.stop if stopped else self._place.finish)(manifest)
+        self._processes.barrier("written")
         return JobResult(manifest, stopped, self._totals.rows - self._read_rows)
 
     def break_off(self) -> None:
         """Keep what can be kept; what ended the run is the error to report, not what goes wrong here."""
         with contextlib.suppress(SpecjaxError):
             self.parts.flush()
-        with contextlib.suppress(SpecjaxError):
-            self._place.stop(self._manifest(STOPPED))
+        if self._processes.first:
+            with contextlib.suppress(SpecjaxError):
+                self._place.stop(self._manifest(STOPPED))
 
     def _read(self, record: dict[str, Any]) -> None:
         name = record_name(record)

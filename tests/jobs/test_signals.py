@@ -141,3 +141,9 @@ def test_a_job_that_is_stopped_interrupted_and_killed_goes_on_each_time(job, tmp
         assert num_parts(path) > before
     assert finish(job(path, "--resume")) == (0, "")
     assert answers(read(path)) == undisturbed[0]
+
+
+def test_what_all_processes_are_told_once_stays_told():
+    said = iter([False, True, False, False])
+    with StopSignals(lambda: next(said)) as stop:
+        assert [stop(), stop(), stop()] == [False, True, True]
