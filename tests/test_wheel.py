@@ -54,7 +54,8 @@ def test_the_wheel_holds_the_tree_and_nothing_more(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = [name for name in archive.namelist() if name.endswith("/LICENSE")]
-    assert names == shipped(".py") | shipped(".toml") | {"specjax/py.typed"}
+    data = shipped(".toml") | shipped(".json") | shipped(".yaml")
+    assert names == shipped(".py") | data | {"specjax/py.typed"}
     assert {name.split("/")[0] for name in names} == {"specjax"}
     assert len(licences) == 1
 
