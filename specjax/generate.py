@@ -76,17 +76,19 @@ class HeldPrefix:
     Attributes:
         ids: what it is, in whole pieces.
         cache: one row.
+        features: [1, P, D] for a draft source that observes, else None.
     """
 
     ids: tuple[int, ...]
     cache: Cache
+    features: jax.Array | None = None
 
     def of(self, ids: Sequence[int]) -> prefill.Prefix | None:
         """Return the part of it that a prompt begins with, or None; a prompt's last token is never in it."""
         same = next((i for i, (a, b) in enumerate(zip(self.ids, ids[:-1], strict=False)) if a != b), None)
         same = min(len(self.ids), len(ids) - 1) if same is None else same
         pieces = same // prefill.PIECE
-        return prefill.Prefix(self.cache, np.int32(pieces)) if pieces else None
+        return prefill.Prefix(self.cache, np.int32(pieces), self.features) if pieces else None
 
 
 def start(
@@ -120,6 +122,11 @@ def start(
     count = rows["num_tokens"]
     zeros = jnp.zeros((batch,), jnp.int32)
     top_logprobs = top_logprobs if logprobs else 0
+    cache, draft = prefill.observed(
+        target_fn, params["target"], tokens, count, capacity, rows.get("prefix"),
+        None if drafter.observe is None else functools.partial(drafter.observe, params["draft"]),
+        drafter.init(params["draft"], tokens, count, capacity),
+    )  # fmt: skip
 
     def record(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
         return jnp.zeros((batch, capacity, *shape), dtype)
@@ -139,8 +146,8 @@ def start(
         control=() if controller is None else controller.init(batch),
         sampling=rows["sampling"],
         history=transforms.init_history(rows["sampling"], tokens, count, vocab_size),
-        cache=prefill.prefill(target_fn, params["target"], tokens, count, capacity, rows.get("prefix")),
-        draft=drafter.init(params["draft"], tokens, count, capacity),
+        cache=cache,
+        draft=draft,
         place=record(dtype=jnp.int8),
         accepted=record(dtype=jnp.bool_),
         drafted=record(dtype=jnp.int8),
@@ -174,11 +181,6 @@ class Program:
         features: the families of transforms that its rows may use; none by default, which leaves temperature.
         num_eos: E, columns of the EOS table.
         layout: the devices it runs on.
-
-    Attributes:
-        gamma, widths, drafter, vocab_size, num_eos: of its rounds.
-        greedy: its rule serves temperature 0 only.
-        controlled: it has a controller, whose ``params["costs"]`` it wants.
     """
 
     def __init__(
@@ -216,14 +218,13 @@ class Program:
             controller=controller,
         )
         self.greedy = rule.greedy
-        self.controlled = controller is not None
-        self._target_fn, self._loop = target_fn, decode
+        self._target_fn, self._loop, self._may_lag = target_fn, decode, controller is not None
         self._empty: dict[tuple[int, int], Callable[[], RoundState]] = {}
         self.layout, jit = layout, layout.jit
         self._step = jit(self._one_step, read=True, donate_argnums=1)
         self._row = jit(self._one_row)
         self._restore = jit(self._restored_row)
-        self._prefix = jit(functools.partial(prefill.prefill, target_fn), static_argnums=3)
+        self._prefix = jit(functools.partial(prefill.whole, target_fn, features=drafter.observe is not None))
         self._put = jit(put_row, donate_argnums=0)
         self._retune = jit(slots.with_sampling, donate_argnums=0)
         self._blank = jit(self._blank_row, donate_argnums=0)
@@ -306,7 +307,7 @@ class Program:
         ids = list(ids[:held])
         tokens = _padded([*ids, 0])  # a cache holds every token but the last
         count = np.asarray([held + 1], np.int32)
-        return HeldPrefix(tuple(ids), self._prefix(params["target"], tokens, count, tokens.shape[1]))
+        return HeldPrefix(tuple(ids), *self._prefix(params["target"], tokens, count))
 
     def decode(self, params: dict[str, Params], state: RoundState, round_limit: int) -> RoundState:
         """Run up to ``round_limit`` rounds. ``state`` is donated."""
@@ -368,12 +369,10 @@ class Program:
         )  # fmt: skip
 
     def _one_step(self, params, state: RoundState, round_limit) -> tuple[RoundState, slots.View]:
-        before = self._fits(state)
+        check = functools.partial(slots.in_step, drafter=self.drafter, gamma=self.gamma, may_lag=self._may_lag)
+        before = check(state)
         state = self._loop(params, state, round_limit)
-        return state, slots.view_of(state, before & self._fits(state))
-
-    def _fits(self, state: RoundState) -> jax.Array:
-        return slots.in_step(state, drafter=self.drafter, gamma=self.gamma, may_lag=self.controlled)
+        return state, slots.view_of(state, before & check(state))
 
     @staticmethod
     def _blank_row(state: RoundState, slot) -> RoundState:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from specjax import draft as sources
-from specjax import fit, head_ids
+from specjax import fit, head_folder, head_ids
 from specjax.checkpoint import Checkpoint, MissingCheckpoint, inspect_checkpoint, load_checkpoint
 from specjax.errors import CheckpointError, SpecjaxError, UsageError
 from specjax.layout import ONE, Layout, Whole, padded
@@ -142,8 +142,8 @@ def load(
 
     Args:
         target: where the target is: a folder in Hugging Face layout, a .gguf file, a known name, or a hub id.
-        draft: the same, or "ngram", "early-exit:N", "mixed:WHERE" (n-gram, else that model), or "none". Default: the
-            pair's, else "ngram".
+        draft: the same, the folder of a head (``specjax.head_folder``), or "ngram", "early-exit:N", "mixed:WHERE"
+            (n-gram, else that model or head), or "none". Default: the pair's, else "ngram".
         pair: the name of a pair in ``specjax.configs``, or a .toml file like those; excludes ``target``. With neither,
             the default pair.
         dtype: of the weights, "bfloat16" or "float32"; accumulation is float32 in both.
@@ -269,6 +269,10 @@ def _load_draft(name: str, target: Model, require: bool, form: dict[str, Any]) -
         return no_draft()
     if where is None:
         return Draft("ngram", sources.ngram_drafter(), {})
+    if head_folder.is_head(where):
+        if "there" in form:
+            raise UsageError(f"Draft {where} is a head, and heads do not run on a mesh yet: give another draft.")
+        return _load_head(name, where, target, require)
     try:
         there = form.get("there")
         checkpoint = _read(where, form["dtype"], form["progress"], there)
@@ -282,6 +286,21 @@ def _load_draft(name: str, target: Model, require: bool, form: dict[str, Any]) -
     if name.startswith(MIXED):
         return dataclasses.replace(draft, name=MIXED + draft.name, drafter=sources.mixed_drafter(draft.drafter))
     return draft
+
+
+def _load_head(name: str, where: str, target: Model, require: bool) -> Draft:
+    try:
+        head = head_folder.load_head(where)
+    except (CheckpointError, MemoryError) as error:
+        return unusable(where, f"cannot be loaded: {first_line(error)}", require)
+    if misfits := head_folder.compare(side_of(target), head).errors:
+        raise UsageError(" ".join(misfits))
+    drafter, params = head_folder.head_of(head, target)
+    if not name.startswith(MIXED):
+        return Draft(head.name, drafter, params)
+    if drafter.on_target:
+        raise UsageError(f"Draft {name!r}: an early exit cannot be mixed; expected mixed:WHERE with another draft.")
+    return Draft(MIXED + head.name, sources.mixed_drafter(drafter), params)
 
 
 def draft_of(model: Model, target: Model, ids: np.ndarray | None = None) -> Draft:

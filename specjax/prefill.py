@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from specjax import cache as kv
-from specjax.types import Cache, ModelFn, Params
+from specjax.types import Cache, ModelFn, Observed, Params
 
 # A long prompt runs in pieces of this many tokens, with a traced count of pieces.
 PIECE = 256
@@ -30,10 +34,12 @@ class Prefix:
     Attributes:
         cache: one row.
         num_pieces: [] int32, how many of its pieces a prompt begins with.
+        features: [1, P, D] of the text, for a draft source that observes; else None.
     """
 
     cache: Cache
     num_pieces: jax.Array | np.integer
+    features: jax.Array | None = None
 
 
 def prefill(
@@ -58,18 +64,76 @@ def prefill(
     Returns:
         A cache with ``length = num_tokens - 1``.
     """
+    return observed(model_fn, params, tokens, num_tokens, capacity, prefix)[0]
+
+
+def observed(
+    model_fn: ModelFn,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    num_tokens: Int[Array, " B"],
+    capacity: int,
+    prefix: Prefix | None = None,
+    observe: Callable[[Any, Observed], Any] | None = None,
+    seen: Any = (),
+) -> tuple[Cache, Any]:
+    """Do what ``prefill`` does, and show every piece with its features to a draft source.
+
+    Args:
+        model_fn, params, tokens, num_tokens, capacity, prefix: as for ``prefill``; the prefix has features where
+            ``observe`` is given.
+        observe: ``(state, Observed) -> state``, or None.
+        seen: its state.
+
+    Returns:
+        The cache, and the state after the last piece.
+    """
     piece = min(tokens.shape[1], PIECE)
     held = num_tokens - 1
     pieces = (jnp.max(held) + piece - 1) // piece
 
-    def step(i: jax.Array, cache: Cache) -> Cache:
+    def look(i: jax.Array, seen: Any, features: jax.Array | None) -> Any:
+        if observe is None:
+            return seen
+        assert features is not None
+        features = jnp.broadcast_to(features, (tokens.shape[0], *features.shape[1:]))
         part = lax.dynamic_slice_in_dim(tokens, i * piece, piece, axis=1)
-        return model_fn(params, part, cache, logits="none").cache
+        return observe(seen, Observed(part, features, jnp.full_like(held, i * piece), num_tokens))
+
+    def step(i: jax.Array, carry: tuple[Cache, Any]) -> tuple[Cache, Any]:
+        cache, seen = carry
+        part = lax.dynamic_slice_in_dim(tokens, i * piece, piece, axis=1)
+        out = model_fn(params, part, cache, logits="none", features=observe is not None)
+        return out.cache, look(i, seen, out.features)
+
+    def again(i: jax.Array, seen: Any) -> Any:
+        assert prefix is not None
+        assert prefix.features is not None
+        return look(i, seen, lax.dynamic_slice_in_dim(prefix.features, i * piece, piece, axis=1))
 
     cache, first = model_fn.init_cache(tokens.shape[0], max(capacity, tokens.shape[1])), jnp.int32(0)
     if prefix is not None and piece == PIECE:
         cache, first = _copied(cache, prefix), prefix.num_pieces
-    return kv.rollback(lax.fori_loop(first, pieces, step, cache), held)
+        if observe is not None:
+            seen = lax.fori_loop(0, first, again, seen)
+    cache, seen = lax.fori_loop(first, pieces, step, (cache, seen))
+    return kv.rollback(cache, held), seen
+
+
+def whole(
+    model_fn: ModelFn, params: Params, tokens: Int[Array, "1 T"], num_tokens: Int[Array, " 1"], *, features: bool
+) -> tuple[Cache, jax.Array | None]:
+    """Prefill a text that many prompts begin with; return the cache, and the features [1, T, D] where asked for."""
+    filled = functools.partial(observed, model_fn, params, tokens, num_tokens, tokens.shape[1], None)
+    if not features:
+        return filled()[0], None
+
+    def keep(held: jax.Array, seen: Observed) -> jax.Array:
+        return lax.dynamic_update_slice(held, seen.features, (0, seen.start[0], 0))
+
+    shown = functools.partial(model_fn, logits="none", features=True)
+    like = jax.eval_shape(shown, params, tokens, model_fn.init_cache(*tokens.shape)).features
+    return filled(keep, jnp.zeros(like.shape, like.dtype))
 
 
 def _copied(cache: Cache, prefix: Prefix) -> Cache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import flax.struct
 import jax
@@ -22,6 +23,7 @@ from specjax.types import (
     Finish,
     ModelFn,
     ModelOutput,
+    Observed,
     Outcome,
     Params,
     Proposal,
@@ -214,7 +216,8 @@ def _verify(
     probs = None if proposal.probs is None else proposal.probs[:, :gamma]
     proposal = replace(proposal, tokens=proposal.tokens[:, :gamma], probs=probs)
     keys = replace(begun.keys, place=begun.keys.place[:, : gamma + 1])
-    out = _score(params, state, proposal, parts.target_fn, width)
+    block = _block(state, proposal, width)
+    out = _score(params, state, proposal, block, parts)
     assert out.logits is not None
     all_logits = out.logits[..., : parts.vocab_size]
     raw = all_logits[:, : gamma + 1]
@@ -230,25 +233,43 @@ def _verify(
         status=status,
         round=state.round + running,
         cache=kv.rollback(out.cache, jnp.where(running, new.num_tokens - 1, state.cache.length)),
-        draft=parts.drafter.rollback(state.draft, jnp.maximum(new.num_tokens, 1)),
+        draft=_drafts_state(params, state, new.num_tokens, block, out, parts),
     )
     if parts.check:
         new = replace(new, status=new.status | round_check.forbidden(new, logits, emitted, num_emitted))
     return new, RoundInfo(proposal, logits, verdict, emitted, num_emitted)
 
 
-def _score(
-    params: dict[str, Params], state: RoundState, proposal: Proposal, target_fn: ModelFn, width: int
-) -> ModelOutput:
-    """Run the target over the last token and the drafts, or the part of it that drafting has left."""
+def _block(state: RoundState, proposal: Proposal, width: int) -> Int[Array, "B W"]:
+    """Return what the target runs over: the last token, the drafts, and padding."""
     last = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_tokens - 1, 0)[:, None], axis=1)
     block = jnp.concatenate([last, proposal.tokens], axis=1)
-    block = jnp.pad(block, ((0, 0), (0, width - block.shape[1])))
-    begun = proposal.begun
-    if begun is None:
-        return target_fn(params["target"], block, state.cache, logits="all")
-    rest = (begun.layers, len(state.cache.k))
-    return target_fn(params["target"], block, state.cache, logits="all", layers=rest, hidden=begun.hidden[:, :width])
+    return jnp.pad(block, ((0, 0), (0, width - block.shape[1])))
+
+
+def _score(
+    params: dict[str, Params], state: RoundState, proposal: Proposal, block: Int[Array, "B W"], parts: Parts
+) -> ModelOutput:
+    """Run the target over a block, or the part of it that drafting has left."""
+    begun, target = proposal.begun, params["target"]
+    if begun is not None:
+        rest, hidden = (begun.layers, len(state.cache.k)), begun.hidden[:, : block.shape[1]]
+        return parts.target_fn(target, block, state.cache, logits="all", layers=rest, hidden=hidden)
+    if parts.drafter.observe is not None:
+        return parts.target_fn(target, block, state.cache, logits="all", features=True)
+    return parts.target_fn(target, block, state.cache, logits="all")
+
+
+def _drafts_state(
+    params: dict[str, Params], old: RoundState, num_tokens: jax.Array, block: jax.Array, out: ModelOutput, parts: Parts
+) -> Any:
+    """Return the draft source's state after a round: what it observes of the block, and nothing past ``num_tokens``."""
+    draft, num_tokens = old.draft, jnp.maximum(num_tokens, 1)
+    if parts.drafter.observe is not None:
+        assert out.features is not None
+        seen = Observed(block, out.features, old.cache.length, num_tokens)
+        draft = parts.drafter.observe(params["draft"], draft, seen)
+    return parts.drafter.rollback(draft, num_tokens)
 
 
 def _cut(

@@ -14,7 +14,7 @@ from jax import lax
 
 from specjax import cache as kv
 from specjax import transforms
-from specjax.types import Drafter, Finish, ModelFn, Params, RoundState
+from specjax.types import Cache, Drafter, Finish, ModelFn, Observed, Params, RoundState
 
 # The per-token records of a state; those that were not asked for are None.
 RECORDS = ("tokens", "place", "accepted", "drafted", "logprobs", "sampled_logprobs", "top_ids", "top_logprobs")
@@ -103,11 +103,20 @@ def restored(
     row = start(params, prompt, rows, capacity=capacity)
     first, count = row.num_tokens[0] - 1, saved["num_tokens"][0]
 
-    def feed(i: jax.Array, cache: Any) -> Any:
+    def feed(i: jax.Array, carry: tuple[Cache, Any]) -> tuple[Cache, Any]:
+        cache, draft = carry
         block = lax.dynamic_slice(tokens, (0, first + i * width), (1, width))
-        return target_fn(params["target"], block, cache, logits="none").cache
+        if drafter.observe is None:
+            return target_fn(params["target"], block, cache, logits="none").cache, draft
+        out = target_fn(params["target"], block, cache, logits="none", features=True)
+        assert out.features is not None
+        seen = Observed(block, out.features, cache.length, saved["num_tokens"])
+        return out.cache, drafter.observe(params["draft"], draft, seen)
 
-    cache = lax.fori_loop(0, (count - 1 - first + width - 1) // width, feed, row.cache)
+    draft = () if drafter.observe is None else row.draft
+    cache, draft = lax.fori_loop(0, (count - 1 - first + width - 1) // width, feed, (row.cache, draft))
+    if drafter.observe is None:
+        draft = drafter.init(params["draft"], tokens, saved["num_tokens"], row.tokens.shape[1])
     records = {name: value for name, value in saved.items() if name in RECORDS}
     pad = {name: getattr(row, name).shape[1] - value.shape[1] for name, value in records.items()}
     records = {
@@ -124,7 +133,7 @@ def restored(
         draft_on=saved["draft_on"],
         history=transforms.replay(row.sampling, row.history, tokens, row.prompt_length, saved["num_tokens"]),
         cache=kv.rollback(cache, saved["num_tokens"] - 1),
-        draft=drafter.init(params["draft"], tokens, saved["num_tokens"], row.tokens.shape[1]),
+        draft=draft,
         **records,
     )
 

@@ -7,6 +7,7 @@ would change text that is already shown).
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -128,6 +129,12 @@ class Tokenizer:
                for i in sorted(ours.keys() ^ theirs.keys())]  # fmt: skip
         lines = both + one
         return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} other ids"]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256, in hex, over every id and its token."""
+        pairs = sorted(self._id_tokens.items())
+        return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
     @cached_property
     def _id_tokens(self) -> dict[int, str]:

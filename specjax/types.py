@@ -35,8 +35,8 @@ from specjax.types_sampling import Constraint, Context, History, Penalties, RowS
 
 __all__ = [
     "Begun", "Cache", "Constraint", "Context", "ControlView", "Controller", "DraftView", "Drafter", "Finish", "History",
-    "ModelFn", "ModelOutput", "Outcome", "Params", "Penalties", "Proposal", "Purpose", "RoundInfo", "RoundKeys",
-    "RoundState", "RowSampling", "Rule", "Status", "TargetView", "Truncation", "Verdict",
+    "ModelFn", "ModelOutput", "Observed", "Outcome", "Params", "Penalties", "Proposal", "Purpose", "RoundInfo",
+    "RoundKeys", "RoundState", "RowSampling", "Rule", "Status", "TargetView", "Truncation", "Verdict",
 ]  # fmt: skip
 
 Params = Any  # nested dict of arrays
@@ -247,6 +247,24 @@ class Verdict:
     next_token: Int[Array, " B"]
 
 
+@flax.struct.dataclass
+class Observed:
+    """What a step of the target leaves for a draft source that wants its features.
+
+    Attributes:
+        tokens: [B, T] int32, what the target ran; past ``num_tokens`` they are not committed.
+        features: [B, T, D] float32, its final-normed stream at them.
+        start: [B] int32, the position of the first.
+        num_tokens: [B] int32, committed tokens now. The features of positions up to ``num_tokens - 2`` hold; a row
+            with ``start >= num_tokens - 1`` has nothing new.
+    """
+
+    tokens: Int[Array, "B T"]
+    features: Float[Array, "B T D"]
+    start: Int[Array, " B"]
+    num_tokens: Int[Array, " B"]
+
+
 class Drafter(NamedTuple):
     """A draft source: pure functions over a pytree state whose every leaf leads with the batch axis.
 
@@ -262,6 +280,9 @@ class Drafter(NamedTuple):
         on_target: it runs a part of the target: the view has ``target``, the proposal ``begun``, in every round.
         free: drafting costs nothing that grows with the number of drafts: it runs no step for each.
         lazy: its cache may lag behind also in a row that drafted, as it does where another source drafts for a row.
+        observe: ``(params, state, Observed) -> state`` for a source that drafts from the target's features, else None:
+            called with every piece of a prompt after ``init``, and with every block after it is verified, whether or
+            not the row drafted.
     """
 
     init: Callable[[Params, jax.Array, jax.Array, int], Any]
@@ -272,6 +293,7 @@ class Drafter(NamedTuple):
     on_target: bool = False
     free: bool = False
     lazy: bool = False
+    observe: Callable[[Params, Any, Observed], Any] | None = None
 
 
 class Rule(NamedTuple):

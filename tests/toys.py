@@ -36,7 +36,8 @@ from specjax.types import (
 class MarkovFn:
     """Logits follow from the last two tokens; the earlier one is read from the cache, so a stale entry shows.
 
-    Its parameters are one table of logits [V, V, V]: by the token before, by the last token, of the next one.
+    Its parameters are one table of logits [V, V, V]: by the token before, by the last token, of the next one. Its
+    features are those two tokens.
     """
 
     vocab: int
@@ -50,12 +51,60 @@ class MarkovFn:
         before = jnp.take_along_axis(held[:, 0, :, 0], jnp.maximum(at - 1, 0), axis=1).astype(jnp.int32)
         before = jnp.where(at > 0, before, 0)
         new = Cache(k=(held,), v=cache.v, length=cache.length + tokens.shape[1])
+        stream = jnp.stack([before, tokens], axis=-1).astype(jnp.float32) if features else None
         if isinstance(logits, str) and logits == "none":
-            return ModelOutput(None, new)
+            return ModelOutput(None, new, stream)
         scores = params[before, tokens]
         if not isinstance(logits, str):
             scores = jnp.take_along_axis(scores, logits[:, None, None], axis=1)[:, 0]
-        return ModelOutput(scores, new)
+        return ModelOutput(scores, new, stream)
+
+
+@dataclasses.dataclass(frozen=True)
+class MarkovHead:
+    """A head for MarkovFn: logits follow from its token and the one before, which it takes from the feature before it.
+
+    With ``attends`` that token comes from its own cache, whose entries are made of features: the entry at t holds the
+    feature's token, x_(t-1), so what a round leaves out or leaves wrong shows one step later.
+
+    Parameters: ``{"table": [V, V, V], "ids": int32 [M] or None}``. ``positions`` heads side by side all score as the
+    first one does.
+    """
+
+    vocab: int
+    attends: bool = False
+    positions: int = 0
+    width: int = 2
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        return kv.init(batch, capacity, int(self.attends), 1, 1, jnp.float32)
+
+    def advance(self, params, tokens, features, cache):
+        before = features[..., 1]
+        length = cache.length + tokens.shape[1]
+        if self.attends:
+            held = kv.write(cache.k[0], before[:, None, :, None], cache.length)
+            at = cache.length[:, None] + jnp.arange(tokens.shape[1])
+            # The entry at t - 1 is checked, too: all that went before must have been right.
+            older = jnp.take_along_axis(held[:, 0, :, 0], jnp.maximum(at - 1, 0), axis=1)
+            before = jnp.where((at > 1) & (older != features[..., 0]), 0.0, before)
+            cache = Cache(k=(held,), v=cache.v, length=length)
+        hidden = jnp.stack([before, tokens.astype(jnp.float32)], axis=-1)
+        if self.positions:
+            hidden = jnp.repeat(hidden[:, :, None], self.positions, axis=2)
+        return hidden, kv.rollback(cache, length)
+
+    def rows_of(self, params, ids):
+        return ids[..., None]
+
+    def logits(self, params, hidden, more):
+        at = hidden.astype(jnp.int32)
+        whole = jnp.asarray(params["table"])[at[..., 0], at[..., 1]]
+        listed = whole if params["ids"] is None else whole[..., params["ids"]]
+        if more is None:
+            return listed
+        ids = jnp.broadcast_to(jnp.minimum(more[:, None, :, 0], self.vocab - 1), (*whole.shape[:2], more.shape[1]))
+        return jnp.concatenate([listed, jnp.take_along_axis(whole, ids, axis=-1)], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Check(Common):
     def run(self) -> int:
         """Show a table of findings; 2 when the two do not fit."""
         prepare_jax()
-        from specjax import fit
+        from specjax import fit, head_folder
         from specjax.pair import model_in
         from specjax.pair_names import names_of
 
@@ -37,6 +37,8 @@ class Check(Common):
         where = model_in(names.draft)
         if where is None:
             found = fit.no_model(names.draft, target)
+        elif head_folder.is_head(where):
+            found = head_folder.compare(target, head_folder.load_head(where, weights=False))
         else:
             found = fit.compare(target, fit.describe(where, progress=True))
         _show(found, names.target, names.draft)

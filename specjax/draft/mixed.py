@@ -39,7 +39,14 @@ def mixed_drafter(other: Drafter, max_n: int = 3, min_n: int = 1) -> Drafter:
         drafted, state = other.propose(params, state, asked, gamma, greedy)
         return _join(matched, found, drafted, jnp.max(asked.gamma)), state
 
-    return Drafter(init=other.init, propose=propose, rollback=other.rollback, length=other.length, lazy=True)
+    return Drafter(
+        init=other.init,
+        propose=propose,
+        rollback=other.rollback,
+        length=other.length,
+        lazy=True,
+        observe=other.observe,
+    )
 
 
 def _join(matched: jax.Array, found: Proposal, drafted: Proposal, steps: jax.Array) -> Proposal:

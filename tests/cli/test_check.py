@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import tiny_heads
 from tiny_text import DATA, with_tokenizer
+
+from specjax.head_folder import Made, save_head
+from specjax.text import load_tokenizer
 
 
 @pytest.fixture
@@ -77,3 +82,20 @@ def test_both_a_target_and_a_pair(specjax, model):
     done = specjax("check", "--target", model, "--pair", "smollm2")
     assert (done.code, done.out) == (2, "")
     assert "both a target and a pair" in done.err
+
+
+def test_a_head_is_compared_with_its_target(check, text_model, tmp_path):
+    tokenizer = load_tokenizer(text_model)
+    head = tiny_heads.head("mlp", listed=True, steps=0)
+    ids = head.ids[head.ids < tokenizer.vocab_size]
+    config = dataclasses.replace(head.config, vocab_size=tokenizer.vocab_size, num_ids=len(ids))
+    for name, made in (("right", Made("text", tokenizer.fingerprint)), ("wrong", Made("other", "0" * 64))):
+        save_head(tmp_path / name, config, head.params, target=made, card="", ids=ids)
+    done = check(text_model, tmp_path / "right")
+    assert done.out.rstrip().endswith("\nfits")
+    assert done.code == 0
+    assert "head, mlp" in row(done, "draft")
+    assert "the same" in row(done, "tokenizer")
+    done = check(text_model, tmp_path / "wrong")
+    assert done.code == 2
+    assert "was made for the tokenizer of other (000000000000)" in done.out

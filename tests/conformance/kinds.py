@@ -14,7 +14,9 @@ from specjax.types import Drafter
 from specjax.verify import RULES
 
 # "model", "ngram", "no" (plain decoding), ...
-SOURCES = [name.removesuffix("_drafter") for name in draft.__all__ if name.endswith("_drafter")] + ["trimmed"]
+SOURCES = [name.removesuffix("_drafter") for name in draft.__all__ if name.endswith("_drafter")]
+VARIANTS = ["head_attends", "head_side_by_side", "mixed_head"]  # slow: tests/test_draft_head.py has them too
+SOURCES += ["trimmed", *VARIANTS]
 SAMPLING_RULES = [rule for rule in RULES.values() if rule.lossless and not rule.greedy]
 
 
@@ -30,7 +32,12 @@ def make_source(name: str, target_table, *, noise: float = 1.0) -> tuple[Drafter
         ids = np.arange(1, vocab, 2, dtype=np.int32)
         params = {"model": toys.noisy(target_table, noise, seed=1)[..., ids], "ids": ids}
         return draft.model_drafter(fn, vocab), params
-    if name == "mixed":
-        drafter, params = make_source("model", target_table, noise=noise)
+    if name.startswith("head"):  # half the tokens, and the prompt's, but for the one that attends
+        fn = toys.MarkovHead(vocab, name == "head_attends", positions=2 * (name == "head_side_by_side"))
+        ids = None if fn.attends else np.arange(1, vocab, 2, dtype=np.int32)
+        params = {"table": toys.noisy(target_table, noise, seed=1), "ids": ids}
+        return draft.head_drafter(fn, vocab, prompt_ids=2), params
+    if name.startswith("mixed"):
+        drafter, params = make_source("head" if name == "mixed_head" else "model", target_table, noise=noise)
         return draft.mixed_drafter(drafter, min_n=2), params
     return getattr(draft, f"{name}_drafter")(), {}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
-from kinds import SOURCES, make_source
+from kinds import SOURCES, VARIANTS, make_source
 
-from specjax.prefill import prefill
+from specjax.prefill import observed
 from specjax.sampling import row_key
 from specjax.types import DraftView, RowSampling, TargetView
 from specjax.verify import RULES
@@ -19,7 +21,7 @@ TABLE = toys.table(VOCAB, seed=2, sharpness=1.5)
 PROMPTS = [[1], [2, 3, 2, 3, 2], [0, 5, 4, 0, 5, 4, 0], [3, 1]]
 
 
-@pytest.fixture(params=SOURCES)
+@pytest.fixture(params=[pytest.param(s, marks=[pytest.mark.slow] if s in VARIANTS else []) for s in SOURCES])
 def source(request):
     return make_source(request.param, TABLE)
 
@@ -42,8 +44,11 @@ def propose(source, view: DraftView, greedy: bool):
     prompts = view.tokens[:, :32]
     target_fn, params = toys.world(drafter, TABLE, source[1])
     state = drafter.init(params["draft"], prompts, view.num_tokens, CAPACITY)
+    observe = None if drafter.observe is None else functools.partial(drafter.observe, params["draft"])
+    cache, state = observed(
+        target_fn, params["target"], prompts, view.num_tokens, CAPACITY, observe=observe, seen=state
+    )
     if drafter.on_target:
-        cache = prefill(target_fn, params["target"], prompts, view.num_tokens, CAPACITY)
         view = view.replace(target=TargetView(params["target"], cache, width=GAMMA + 1, exact=False))
     return jax.jit(drafter.propose, static_argnums=(3, 4))(params["draft"], state, view, GAMMA, greedy)
 
