@@ -18,7 +18,7 @@ from specjax.pair import Pair
 from specjax.proof_stages import Case, Found
 from specjax.requests import Options, check, spelled
 from specjax.sampling import GREEDY, SamplingParams
-from specjax.speculation import AUTO, Gamma, plan
+from specjax.speculation import AUTO, Gamma, default_width, plan
 from specjax.types import Constraint, Rule
 from specjax.verify import rule_for
 
@@ -115,6 +115,8 @@ def prove(
     options = Options(sampling=sampling, ban_sequence=ban_sequence, constraint=constraint)
     check(pair, options)
     ids, settings = stages.ids_of(pair.target, prompts or _default(pair)), spelled(options, pair.target).sampling
+    if quick and asked != AUTO:
+        width = width or default_width(length, pair.target.dtype)  # the ragged batch needs one: fewer programs
     case = Case(pair, ids, settings, asked, length, width, rule, seed, quick, constraint)
     found = [_run(name, stage, case, on_stage) for name, stage in STAGES.items()]
     return {
