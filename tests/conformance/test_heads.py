@@ -22,6 +22,7 @@ from specjax.verify import RULES
 
 GAMMA, NEW = 4, 40
 SLOW = [pytest.param(kind, marks=[] if kind in ("mlp", "eagle") else pytest.mark.slow) for kind in KINDS]
+ONE = [pytest.param(kind, marks=[] if kind == "mlp" else pytest.mark.slow) for kind in KINDS]
 
 
 @functools.cache
@@ -37,7 +38,7 @@ def as_tiny(kind: str, *, listed: bool = False) -> t.Tiny:
     return t.Tiny(t.tiny().fn, h.source(kind, listed=listed)[1])
 
 
-@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("listed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", SLOW)
 def test_greedy_rows_are_plain_decodings_and_drafts_are_accepted_and_rejected(kind, listed):
     """Sampled rows stand in the same batch; two slots are refilled."""
@@ -51,7 +52,7 @@ def test_greedy_rows_are_plain_decodings_and_drafts_are_accepted_and_rejected(ki
     assert 0.1 < t.acceptance(found) < 0.9
 
 
-@pytest.mark.parametrize("kind", SLOW)
+@pytest.mark.parametrize("kind", ONE)
 def test_a_row_has_the_same_bits_alone_and_among_others(kind):
     together = t.run(program(kind), t.tiny(), as_tiny(kind), t.prompts(), NEW, temperature=[0, 1, 0, 1], batch_size=4)
     for i, prompt in enumerate(t.prompts()):
