@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax import cache as kv
+from specjax import numerics
 from specjax.models.config import DecoderConfig
 from specjax.models.layers import precision_of, soft_cap
 
@@ -104,7 +105,7 @@ def chunks(
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        return new_top, total * keep + jnp.sum(weights, axis=-1, keepdims=True), out * keep + mixed
+        return new_top, total * keep + numerics.row_sum(weights), out * keep + mixed
 
     trips = (jnp.max(start) + num_new + kv.CHUNK - 1) // kv.CHUNK
     column = jnp.zeros((batch, groups, rows, 1), jnp.float32)

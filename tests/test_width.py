@@ -52,3 +52,13 @@ def test_ids_and_log_probabilities_are_the_same_bits(dtype, rule, temperature):
         rates.append(t.acceptance(results))
     assert 0.2 < rates[1] < 0.9  # a noisy copy, one token drafted a round
     assert all(0 < rate < 0.9 for rate in rates[2:])
+
+
+@pytest.mark.parametrize("width", [5, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 3, 4, 6, 7))])
+def test_a_batch_changes_no_bit_at_a_smaller_width(width):
+    program = t.program(t.tiny().fn, width=width, exact=True)
+    together = t.run(program, t.tiny(), None, t.prompts(), 24)
+    for i, prompt in enumerate(t.prompts()[:2]):
+        (alone,) = t.run(program, t.tiny(), None, [prompt], 24, ids=[i], batch_size=1)
+        np.testing.assert_array_equal(alone.ids, together[i].ids)
+        np.testing.assert_array_equal(alone.logprobs, together[i].logprobs)

@@ -60,6 +60,20 @@ def test_greedy_text_is_that_of_the_chunk_loop(name, model):
     assert 0.2 < t.acceptance(speculative) < 0.95
 
 
+@pytest.mark.parametrize("num_new", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 16), (9, 3, 64)])
+def test_a_row_has_the_same_bits_alone_and_in_a_batch_at_every_width(heads, groups, size, num_new):
+    rng = np.random.default_rng(num_new)
+    shapes = ((4, heads, num_new, size), *[(4, groups, 2 * kv.CHUNK, size)] * 2)
+    q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    start = np.asarray([20, kv.CHUNK + 2, kv.CHUNK + 30, 50], np.int32)
+    run = jax.jit(functools.partial(chunks, scale=0.25))
+    together = np.asarray(run(q, k, v, start))
+    for i in range(2):
+        one = slice(i, i + 1)
+        np.testing.assert_array_equal(np.asarray(run(q[one], k[one], v[one], start[one])), together[one])
+
+
 def test_what_cannot_be_had_is_refused_by_name(monkeypatch):
     plain, capped = t.tiny().fn.config, t.tiny("gemma2-softcap").fn.config
     monkeypatch.setitem(ATTENTION, "kernel", Attention(chunks, backends=("tpu",)))
