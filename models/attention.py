@@ -7,6 +7,7 @@ line in ``ATTENTION``; the conformance suite runs it. A kernel for one backend s
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -142,6 +143,43 @@ def dot_product(
     with jax.default_matmul_precision("highest" if k.dtype == jnp.float32 else "default"):
         out = jax.nn.dot_product_attention(query, key, value, mask=seen[:, None], scale=scale, implementation="xla")
     return out.swapaxes(1, 2).astype(jnp.float32)
+
+
+def packed(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    texts: kv.Packed,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    dtype,
+) -> jax.Array:
+    """Attend within the texts that stand side by side in each row: for training, differentiable.
+
+    Args:
+        q: [B, N, T, H] float32.
+        k, v: [B, G, T, H] float32.
+        texts: which token belongs to which text.
+        scale, window, cap: as in ``chunks``.
+        dtype: of the products' operands; they accumulate in float32.
+
+    Returns:
+        [B, N, T, H] float32.
+    """
+    batch, heads, num, size = q.shape
+    groups = k.shape[1]
+    q = (q * scale).reshape(batch, groups, heads // groups, num, size)
+    product = functools.partial(jnp.einsum, precision=precision_of(dtype), preferred_element_type=jnp.float32)
+    scores = product("bgnth,bgsh->bgnts", q.astype(dtype), k.astype(dtype))
+    query, key = texts.position[:, :, None], texts.position[:, None, :]
+    seen = (texts.segment[:, :, None] == texts.segment[:, None, :]) & (key <= query)
+    if window is not None:
+        seen &= key > query - window
+    scores = jnp.where(seen[:, None, None], soft_cap(scores, cap), NEGATIVE)
+    weights = jax.nn.softmax(scores, axis=-1)
+    mixed = product("bgnts,bgsh->bgnth", weights.astype(dtype), v.astype(dtype))
+    return mixed.reshape(batch, heads, num, size)
 
 
 ATTENTION = {

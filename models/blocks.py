@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specjax import cache as kv
 from specjax import sharding
 from specjax.models import layers
-from specjax.models.attention import ATTENTION
+from specjax.models.attention import ATTENTION, packed
 from specjax.models.config import DecoderConfig, LayerKind
 from specjax.models.moe import Mixture
 
@@ -39,23 +39,29 @@ class Attention(nn.Module):
             return y if angles is None or name == "v" else layers.rotate(y, angles)
 
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+        q, new_k, new_v = heads("q", c.num_heads), heads("k", c.num_kv_heads), heads("v", c.num_kv_heads)
+        if isinstance(start, kv.Packed):
+            mixed = packed(q, new_k, new_v, start, scale, self.kind.window, c.attention_cap, self.dtype)
+        else:
+            mixed, k, v = self._cached(q, new_k, new_v, k, v, start, scale)
+        mixed = mixed.swapaxes(1, 2).reshape(*x.shape[:2], c.num_heads * c.head_dim)
+        return layers.Linear(c.width, ("embed", "heads"), c.out_bias, self.dtype, name="out")(mixed), k, v
+
+    def _cached(self, q, new_k, new_v, k, v, start, scale: float):
+        """Write the new entries and attend: each device to those it holds, so no entry of a cache ever travels."""
 
         def attend(q, new_k, new_v, k, v, start):
             k, v = kv.write(k, new_k, start), kv.write(v, new_v, start)
-            mixed = ATTENTION[self.attention].attend(q, k, v, start, scale, self.kind.window, c.attention_cap)
-            return mixed, k, v
+            cap = self.config.attention_cap
+            return ATTENTION[self.attention].attend(q, k, v, start, scale, self.kind.window, cap), k, v
 
-        # Each device writes to and attends over the entries it holds: no entry of a cache ever travels.
-        q, new_k, new_v = heads("q", c.num_heads), heads("k", c.num_kv_heads), heads("v", c.num_kv_heads)
         by_head = sharding.partition(new_k.shape, "batch", "kv_heads", None, None)
         by_row = sharding.partition(start.shape, "batch")
         cached = kv.partition(k, by_head)
-        mixed, k, v = sharding.local(
+        return sharding.local(
             attend, (by_head, by_head, by_head, cached, cached, by_row), (by_head, cached, cached),
             q, new_k, new_v, k, v, start,
         )  # fmt: skip
-        mixed = mixed.swapaxes(1, 2).reshape(*x.shape[:2], c.num_heads * c.head_dim)
-        return layers.Linear(c.width, ("embed", "heads"), c.out_bias, self.dtype, name="out")(mixed), k, v
 
 
 class Mlp(nn.Module):

@@ -22,19 +22,20 @@ class Decoder(nn.Module):
     """Embedding, L blocks, final norm, output head. The residual stream is float32.
 
     With ``part`` = (i, j) only blocks i..j-1 run, on ``hidden`` unless i is 0; features are then the stream after them
-    and logits those of an exit there.
+    and logits those of an exit there. A ``kv.Packed`` in the cache's place is for training: nothing is cached.
     """
 
     config: DecoderConfig
     dtype: jnp.dtype = jnp.float32
     attention: str = "chunks"
     scan_layers: bool = False
+    remat: bool = False
 
     @nn.compact
     def __call__(
         self,
         tokens: jax.Array,
-        cache: Cache,
+        cache: Cache | kv.Packed,
         logits: Literal["all", "none"] | jax.Array = "all",
         features: bool = False,
         part: tuple[int, int] | None = None,
@@ -44,8 +45,17 @@ class Decoder(nn.Module):
         first, last = part or (0, c.num_layers)
         rows_of = layers.declare(nn.initializers.normal(0.02), "vocab", "embed")
         embedding = self.param("embedding", rows_of, (c.vocab_size, c.width), self.dtype)
-        start, num_new = cache.length, tokens.shape[1]
-        positions = start[:, None] + jnp.arange(num_new, dtype=jnp.int32)
+        num_new = tokens.shape[1]
+        start: Any
+        keys: list[Any]
+        values: list[Any]
+        if isinstance(cache, kv.Packed):
+            start, positions = cache, cache.position
+            keys, values = [None] * c.num_layers, [None] * c.num_layers
+        else:
+            start = cache.length
+            positions = start[:, None] + jnp.arange(num_new, dtype=jnp.int32)
+            keys, values = list(cache.k), list(cache.v)
         if hidden is None:
             x = vocabulary.lookup(embedding, tokens).astype(jnp.float32)
         else:
@@ -62,7 +72,6 @@ class Decoder(nn.Module):
                 angles[rope] = layers.rope_angles(
                     *layers.rope_frequencies(rope, c.head_dim, c.max_positions), positions
                 )
-        keys, values = list(cache.k), list(cache.v)
         begin, place = first, first
         if self.scan_layers:
             assert part is None  # stacked layers run all together
@@ -71,10 +80,13 @@ class Decoder(nn.Module):
             x, keys[:place], values[:place] = scan.run(
                 c, self.dtype, self.attention, stacks, x, keys[:place], values[:place], start, angles
             )
+        block_type = nn.remat(Block) if self.remat else Block
         for i in range(begin, last):
-            block, at = Block(c, c.kind(i), self.dtype, self.attention, name=f"layers_{i}"), place + i - begin
+            block, at = block_type(c, c.kind(i), self.dtype, self.attention, name=f"layers_{i}"), place + i - begin
             x, keys[at], values[at] = block(x, keys[at], values[at], start, angles[c.rope_of(i)])
-        cache = Cache(k=tuple(keys), v=tuple(values), length=start + num_new)
+        held: Any = cache
+        if isinstance(cache, Cache):
+            held = Cache(k=tuple(keys), v=tuple(values), length=start + num_new)
         head = embedding
         if not c.tied:
             rows = c.head_rows or c.vocab_size
@@ -84,14 +96,15 @@ class Decoder(nn.Module):
         if isinstance(logits, str):
             if logits == "none" and (part or not features):
                 norm(x[:, :1])  # the parameter exists in every mode
-                return ModelOutput(None, cache, stream if features else None)
+                return ModelOutput(None, held, stream if features else None)
             x = norm(x)
-            scores = vocabulary.keep(layers.soft_cap(layers.matmul(x, head), c.logit_cap)) if logits == "all" else None
+            if logits == "all":
+                scores = vocabulary.keep(layers.soft_cap(layers.matmul(x, head, self.dtype), c.logit_cap))
         else:
             x = norm(x)
             chosen = jnp.take_along_axis(x, logits[:, None, None], axis=1)
-            scores = vocabulary.keep(layers.soft_cap(layers.matmul(chosen, head)[:, 0], c.logit_cap))
-        return ModelOutput(scores, cache, (stream if part else x) if features else None)
+            scores = vocabulary.keep(layers.soft_cap(layers.matmul(chosen, head, self.dtype)[:, 0], c.logit_cap))
+        return ModelOutput(scores, held, (stream if part else x) if features else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +117,7 @@ class DecoderFn:
         cache_dtype: of keys and values.
         attention: a name of ``specjax.models.attention.ATTENTION``.
         scan_layers: the layers run in a loop, over parameters that ``specjax.models.scan.stack`` has stacked.
+        remat: the backward pass computes each layer again instead of keeping what it needs of it.
     """
 
     config: DecoderConfig
@@ -111,17 +125,18 @@ class DecoderFn:
     cache_dtype: str = "float32"
     attention: str = "chunks"
     scan_layers: bool = False
+    remat: bool = False
 
     @property
     def module(self) -> Decoder:
         """The linen module."""
-        return Decoder(self.config, jnp.dtype(self.dtype), self.attention, self.scan_layers)
+        return Decoder(self.config, jnp.dtype(self.dtype), self.attention, self.scan_layers, self.remat)
 
     def __call__(
         self,
         params: Params,
         tokens: jax.Array,
-        cache: Cache,
+        cache: Cache | kv.Packed,
         *,
         logits: Literal["all", "none"] | jax.Array = "all",
         features: bool = False,

@@ -27,18 +27,50 @@ def declare(initialiser: Callable[..., jax.Array], *axes: str | None) -> Callabl
     return nn.with_logical_partitioning(initialiser, axes)
 
 
-def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return ``x @ weight.T`` in float32; x [..., in] is cast to the dtype of weight [out, in]."""
+def matmul(x: jax.Array, weight: jax.Array, dtype=None) -> jax.Array:
+    """Return ``x @ weight.T`` in float32; x [..., in] and weight [out, in] are multiplied in ``dtype``.
+
+    The default is the weight's own. Where it is another, both products of the backward pass are of ``dtype`` as well
+    and accumulate in float32, and the weight's gradient keeps the weight's precision.
+    """
     # As one matrix: XLA's CPU backend is 1.7 times slower on a bfloat16 product with two leading axes.
-    rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
-    product = lax.dot_general(
-        rows,
-        weight,
+    rows = x.reshape(-1, x.shape[-1])
+    product: Any
+    if dtype is None or weight.dtype == dtype:
+        product = _dot(weight.dtype, rows, weight)
+    else:
+        product = _mixed_product(jnp.dtype(dtype), rows, weight)
+    return product.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _dot(dtype, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return a [M, K] times b [N, K] transposed: of the forms of a product the fastest on a CPU in bfloat16."""
+    return lax.dot_general(
+        a.astype(dtype),
+        b.astype(dtype),
         (((1,), (1,)), ((), ())),
-        precision=precision_of(weight.dtype),
+        precision=precision_of(dtype),
         preferred_element_type=jnp.float32,
     )
-    return product.reshape(*x.shape[:-1], weight.shape[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mixed_product(dtype, rows: jax.Array, weight: jax.Array) -> jax.Array:
+    return _dot(dtype, rows, weight)
+
+
+def _mixed_forward(dtype, rows: jax.Array, weight: jax.Array):
+    return _dot(dtype, rows, weight), (rows, weight)
+
+
+def _mixed_backward(dtype, held, grad: jax.Array):
+    rows, weight = held
+    grad_rows = _dot(dtype, grad, weight.astype(dtype).T)
+    grad_weight = _dot(dtype, grad.astype(dtype).T, rows.astype(dtype).T)
+    return grad_rows.astype(rows.dtype), grad_weight.astype(weight.dtype)
+
+
+_mixed_product.defvjp(_mixed_forward, _mixed_backward)
 
 
 class Linear(nn.Module):
@@ -53,7 +85,7 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
         kernel = self.param("kernel", declare(init, *self.axes), (self.features, x.shape[-1]), self.dtype)
-        y = matmul(x, kernel)
+        y = matmul(x, kernel, self.dtype)
         if self.bias:
             y = y + self.param("bias", declare(nn.initializers.zeros, self.axes[0]), (self.features,), jnp.float32)
         return y

@@ -55,6 +55,21 @@ class Layer:
         return self.buffer.dtype
 
 
+@flax.struct.dataclass
+class Packed:
+    """In the place of a cache and of ``start``: the tokens are whole texts side by side, and nothing is kept.
+
+    Training runs so: a position sees those before it of its own text, and only them.
+
+    Attributes:
+        segment: [B, T] int32, which text of the row a token belongs to.
+        position: [B, T] int32, its place in that text.
+    """
+
+    segment: Int[Array, "B T"]
+    position: Int[Array, "B T"]
+
+
 def partition(buffer: Any, by_head: PartitionSpec) -> Any:
     """Return where ``buffer``, an array [B, G, S, H] or a Layer, lies when rows and heads lie so."""
     if not by_head or not isinstance(buffer, Layer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ def read(folder: Path, vocab_size: int) -> np.ndarray | None:
     if len(set(ids)) < len(ids):
         raise CheckpointError(f"{path} lists {len(ids) - len(set(ids))} ids twice; expected each once.")
     return np.asarray(sorted(ids), np.int32)
+
+
+def text(ids: np.ndarray) -> str:
+    """Return the file's content for a list of ids."""
+    return json.dumps({"ids": [int(i) for i in ids]}) + "\n"
 
 
 def trim(fn: DecoderFn, params: Any, ids: np.ndarray) -> tuple[DecoderFn, dict[str, Any]]:

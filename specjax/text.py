@@ -82,6 +82,14 @@ class Tokenizer:
         found = [self._ids(text, special=False), self._ids(f" {text}", special=False)]
         return [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the ids of a text as it stands, without special tokens of the tokenizer's own.
+
+        Raises:
+            RowError: the text is not valid Unicode (a lone surrogate).
+        """
+        return self._ids(text, special=False)
+
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Return the ids of a chat up to the assistant's turn; a BOS comes from the template alone.
 
@@ -90,8 +98,8 @@ class Tokenizer:
         """
         return self._ids(self.render_chat(messages), special=False)
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> str:
-        """Return the text of a chat, as the template writes it, with the generation prompt.
+    def render_chat(self, messages: list[dict[str, Any]], *, generation_prompt: bool = True) -> str:
+        """Return the text of a chat, as the template writes it, with the generation prompt or without.
 
         Raises:
             RowError: no template, messages of the wrong form, or the template refuses them.
@@ -101,7 +109,9 @@ class Tokenizer:
             raise RowError(f"The model has no chat template{names}: give raw text (prompt, or --raw) or prompt_ids.")
         _check_messages(messages, self._template)
         try:
-            return self._compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=True)
+            return self._compiled.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=generation_prompt
+            )
         except RowError:
             raise
         except Exception as error:

@@ -269,6 +269,7 @@ def save_folder(
     *,
     dtype: str = "float32",
     tokenizer_from: Path | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a folder in Hugging Face layout: complete under its final name, or not there at all.
 
@@ -280,6 +281,7 @@ def save_folder(
         config: the parsed config.
         dtype: "float32", "float16" or "bfloat16", of every tensor in the file.
         tokenizer_from: a folder whose tokenizer, chat template and generation config are copied.
+        files: further files by name, as text: a card.
 
     Returns:
         The folder.
@@ -309,6 +311,8 @@ def save_folder(
             for name in TOKENIZER_FILES:
                 if (tokenizer_from / name).is_file():
                     shutil.copyfile(tokenizer_from / name, temp / name)
+        for name, text in (files or {}).items():
+            (temp / name).write_text(text, encoding="utf-8")
     return path
 
 

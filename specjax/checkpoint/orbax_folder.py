@@ -150,7 +150,7 @@ def load(
     place_of = sharding or tensors.one_device
 
     def on_device(path: tuple[str, ...], kind: Any) -> Any:
-        if path[:1] == (EXTRA,):
+        if PARAMS in tree and path[:1] != (PARAMS,):  # extra tensors, or an optimiser's state
             return None
         inner = path[1:] if path[:1] == (PARAMS,) else path
         return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=place_of(inner, tuple(kind.shape)))

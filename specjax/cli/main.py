@@ -19,6 +19,7 @@ from specjax import __version__
 from specjax.cli.bench import Bench
 from specjax.cli.check import Check
 from specjax.cli.convert import Convert
+from specjax.cli.distill import Distill
 from specjax.cli.fetch import Fetch
 from specjax.cli.generate import Generate
 from specjax.cli.plan import Plan
@@ -40,7 +41,7 @@ _ABOUT = (
     "'specjax COMMAND --help' lists a command's options."
 )
 # A new command is one file, a line here and its name.
-_NAMES = ("generate", "score", "fetch", "bench", "check", "convert", "verify", "tune", "plan")
+_NAMES = ("generate", "score", "fetch", "bench", "check", "convert", "verify", "tune", "plan", "distill")
 _COMMANDS = Union[  # noqa: UP007
     Annotated[Generate, subcommand("generate")],
     Annotated[Score, subcommand("score")],
@@ -51,6 +52,7 @@ _COMMANDS = Union[  # noqa: UP007
     Annotated[Verify, subcommand("verify")],
     Annotated[Tune, subcommand("tune")],
     Annotated[Plan, subcommand("plan")],
+    Annotated[Distill, subcommand("distill")],
 ]
 
 

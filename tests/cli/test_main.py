@@ -43,7 +43,7 @@ def test_help_lists_every_command_and_option(specjax):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "{generate, score, fetch, bench, check, convert, verify, tune, plan}"),
+        ([], "{generate, score, fetch, bench, check, convert, verify, tune, plan, distill}"),
         (["decode"], "decode"),
         (["generate", "a", "--top-m", "5"], "--top-m"),
         (["generate", "a", "--resume"], "--resume needs --output"),
