@@ -1,18 +1,27 @@
-"""Tokens per second beside transformers: the same checkpoint, prompts and dtype, in one process (extra: peers).
+"""Tokens per second beside other libraries: the same checkpoint, prompts and dtype, in one process.
+
+Extras: peers (transformers), llama (llama.cpp).
 
     python scripts/compare_peers.py --prompts scripts/prompts/copy.jsonl --dtype bfloat16 --repeats 5
+    python scripts/compare_peers.py --prompts rows.jsonl --draft FOLDER --gguf smollm2.gguf
 
-Greedy, one prompt at a time, past EOS, both sides warmed up. ``plain`` is each side without a draft; ``lookup`` is
-transformers' prompt lookup and this package's n-gram, at the same number of drafted tokens. Whole calls are timed,
-prefill included, in turns. Outputs are compared token by token; two libraries round differently, so the place of the
-first difference is reported, not judged.
+Greedy, one prompt at a time, past EOS, all sides warmed up. ``plain`` is each side without a draft; ``lookup`` is
+transformers' and llama.cpp's prompt lookup and this package's n-gram, at the same number of drafted tokens;
+``assisted`` is a draft model (--draft). llama.cpp's Python binding runs a GGUF of the same weights (--gguf, which
+``specjax convert`` writes); it is left out, and that is said, where the binding is not installed or does not run here.
+Whole calls are timed, prefill included, in turns. Outputs are compared token by token with transformers' plain ones;
+libraries round differently, so the place of the first difference is reported, not judged.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import itertools
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +47,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2-135m", help="a name or a folder in Hugging Face layout")
     parser.add_argument("--prompts", required=True)
+    parser.add_argument("--draft", help="a draft model in Hugging Face layout, for the assisted sides")
+    parser.add_argument("--gguf", type=Path, help="the target as GGUF, for llama.cpp")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--gamma", type=int, default=4)
@@ -48,7 +59,7 @@ def main() -> None:
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     target = load(args.target, "none", dtype=args.dtype, progress=True).target
     prompts = [prompt_of(prompt, target) for prompt in read_prompts(args.prompts, target)[: args.limit]]
-    sides = {**ours(args), **theirs(args)}
+    sides = {**theirs(args), **llama(args), **ours(args)}
     times: dict[str, list[float]] = {name: [] for name in sides}
     texts: dict[str, list[Ids]] = {}
     for turn in track(range(args.repeats + 1), "measuring", console=Console(file=sys.stderr), transient=True):
@@ -68,7 +79,10 @@ def prompt_of(prompt: BenchPrompt, target: Model) -> Ids:
 def ours(args: argparse.Namespace) -> dict[str, Callable[[Ids], Ids]]:
     """Return this package's ways to continue a prompt."""
     found = {}
-    for name, draft in (("specjax plain", "none"), ("specjax lookup", "ngram")):
+    drafts = [("specjax plain", "none"), ("specjax lookup", "ngram")]
+    if args.draft:
+        drafts.append(("specjax assisted", args.draft))
+    for name, draft in drafts:
         pair = load(args.target, draft, dtype=args.dtype)
 
         def run(ids: Ids, pair=pair) -> Ids:
@@ -90,10 +104,17 @@ def theirs(args: argparse.Namespace) -> dict[str, Callable[[Ids], Ids]]:
     where = folder if folder.is_dir() else args.target
     model = AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, args.dtype)).eval()
     found = {}
-    for name, options in (
+    ways: list[tuple[str, dict[str, Any]]] = [
         ("transformers plain", {}),
         ("transformers lookup", {"prompt_lookup_num_tokens": args.gamma}),
-    ):
+    ]
+    if args.draft:
+        draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=getattr(torch, args.dtype)).eval()
+        draft.generation_config.num_assistant_tokens = args.gamma
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        draft.generation_config.assistant_confidence_threshold = 0.0
+        ways.append(("transformers assisted", {"assistant_model": draft}))
+    for name, options in ways:
 
         def run(ids: Ids, options: dict[str, Any] = options) -> Ids:
             with torch.inference_mode():
@@ -103,6 +124,43 @@ def theirs(args: argparse.Namespace) -> dict[str, Callable[[Ids], Ids]]:
                     temperature=None, top_p=None, top_k=None, **options,
                 )  # fmt: skip
             return out[0, len(ids) :].tolist()
+
+        found[name] = run
+    return found
+
+
+def llama(args: argparse.Namespace) -> dict[str, Callable[[Ids], Ids]]:
+    """Return llama.cpp's ways to continue a prompt, by its Python binding; none where it cannot be had."""
+    if args.gguf is None:
+        return {}
+    if importlib.util.find_spec("llama_cpp") is None:
+        print("llama.cpp is left out: its binding (llama-cpp-python) is not installed.", file=sys.stderr)
+        return {}
+    # A build for another processor ends with an illegal instruction, which takes its process with it.
+    tried = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, llama_cpp; llama_cpp.Llama(sys.argv[1], verbose=False).eval([1])",
+            args.gguf,
+        ],
+        capture_output=True,
+    )
+    if tried.returncode:
+        print(f"llama.cpp is left out: it does not run here (exit code {tried.returncode}).", file=sys.stderr)
+        return {}
+    from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # pyright: ignore[reportMissingImports]
+
+    found = {}
+    for name, draft in (("llama.cpp plain", None), ("llama.cpp lookup", LlamaPromptLookupDecoding(3, args.gamma))):
+        model = Llama(str(args.gguf), n_ctx=2048, n_threads=os.cpu_count(), draft_model=draft,
+                      logits_all=draft is not None, verbose=False)  # fmt: skip
+
+        def run(ids: Ids, model=model) -> Ids:
+            model.reset()
+            tokens = model.generate(ids, top_k=1, temp=0.0, repeat_penalty=1.0)
+            return list(itertools.islice(tokens, args.max_new_tokens))
 
         found[name] = run
     return found

@@ -4,9 +4,11 @@
     python scripts/step_costs.py --lengths 200 1000 --capacities 256 4096
     python scripts/step_costs.py --prefill 200 2000
 
-Each figure is a compiled loop of --steps steps on a cache of the given valid length, every step's tokens being the
-argmax of the last one's logits (so nothing can be left out), repeated --repeats times in turns with the others;
-medians. A step of one row is plain decoding as this program family runs it: bfloat16 pads it to two rows. Weight
+Each figure is from compiled loops of one and of --steps steps on a cache of the given valid length (their difference:
+what a call costs by itself does not count), every step's tokens being the argmax of the last one's logits (so nothing
+can be left out), repeated --repeats times in turns with the others; medians.
+
+A step of one row is plain decoding as this program family runs it: bfloat16 pads it to two rows. Weight
 bytes per second are set against what the machine copies (reads and writes counted), measured in the same run.
 """
 
@@ -15,31 +17,21 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
-import statistics
-import sys
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from specjax import cache as kv
+from specjax.bench_parts import clocked, in_turns, machine, step_loop, weight_bytes
 from specjax.checkpoint import cache_folder
 from specjax.pair import Model, load
 from specjax.prefill import bucket, prefill
 from specjax.speculation import default_width
-
-COPY_BYTES = 1 << 30  # past every cache
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from specjax.timing import per_round
 
 
 @dataclass(frozen=True)
@@ -83,17 +75,18 @@ def steps(target: Model, args: argparse.Namespace) -> dict:
         for width in args.widths
         if length + width <= capacity
     ]
-    runs = [*(step_loop(target, case, args.steps) for case in cases), copy_loop()]
-    seconds = in_turns(runs, args.repeats)
-    copied = 2 * COPY_BYTES / seconds.pop()
-    held = weight_bytes(target)
+    calls = [functools.partial(call, count) for call in (step_call(target, case) for case in cases)
+             for count in (1, args.steps)]  # fmt: skip
+    whole = in_turns(calls, args.repeats)
+    seconds = [per_round(one, several, args.steps) for one, several in zip(whole[::2], whole[1::2], strict=True)]
+    copied = machine(args.dtype)["copy_bytes_per_second"]
+    held = weight_bytes(target.params)
     table = Table(
         "width", "batch", "valid", "capacity", "ms a step", "to the first", "weights, GB/s", "of the copy rate"
     )
     rows = []
-    for case, whole in zip(cases, seconds, strict=True):
-        step = whole / args.steps
-        row = {**case.__dict__, "seconds": step, "ratio": step / (seconds[0] / args.steps)}
+    for case, step in zip(cases, seconds, strict=True):
+        row = {**case.__dict__, "seconds": step, "ratio": step / seconds[0]}
         row |= {"weight_bytes_per_second": held / step, "of_copy": held / step / copied}
         rows.append(row)
         table.add_row(*map(str, (case.width, case.batch, case.length, case.capacity)), f"{step * 1e3:.2f}",
@@ -104,36 +97,10 @@ def steps(target: Model, args: argparse.Namespace) -> dict:
     return {"dtype": args.dtype, "weight_bytes": held, "copy_bytes_per_second": copied, "steps": rows}
 
 
-def step_loop(target: Model, case: Case, steps: int) -> Callable[[], object]:
-    """Return a call that runs ``steps`` steps, compiled."""
+def step_call(target: Model, case: Case) -> Callable[[int], float]:
+    """Return a call that runs some steps, compiled, and returns their seconds."""
     width = max(case.width, default_width(0, target.dtype)) if case.batch == 1 else case.width
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def loop(params, cache, tokens, count):
-        def step(_, carry):
-            cache, tokens = carry
-            out = target.fn(params, tokens, cache, logits="all")
-            assert out.logits is not None
-            return kv.rollback(out.cache, cache.length), jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
-
-        return lax.fori_loop(0, count, step, (cache, tokens))
-
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, target.vocab_size, (case.batch, width)), jnp.int32)
-    cache = target.fn.init_cache(case.batch, case.capacity)
-    state = [kv.rollback(cache, jnp.full((case.batch,), case.length, jnp.int32))]
-
-    def run() -> None:
-        state[0] = jax.block_until_ready(loop(target.params, state[0], tokens, np.int32(steps)))[0]
-
-    return run
-
-
-def copy_loop() -> Callable[[], object]:
-    """Return a call that copies COPY_BYTES of memory, a slice for each core."""
-    source, sink = np.ones(COPY_BYTES, np.uint8), np.zeros(COPY_BYTES, np.uint8)
-    slices = [slice(i * COPY_BYTES // CORES, (i + 1) * COPY_BYTES // CORES) for i in range(CORES)]
-    pool = ThreadPoolExecutor(CORES)
-    return lambda: list(pool.map(lambda part: np.copyto(sink[part], source[part]), slices))
+    return step_loop(target.fn, target.params, width, case.batch, case.length, case.capacity, target.vocab_size)
 
 
 def prefills(target: Model, args: argparse.Namespace) -> dict:
@@ -145,9 +112,7 @@ def prefills(target: Model, args: argparse.Namespace) -> dict:
         tokens[0, :length] = np.random.default_rng(0).integers(0, target.vocab_size, length)
         fill = jax.jit(functools.partial(prefill, target.fn, capacity=size))
         count = np.asarray([length], np.int32)
-        runs.append(
-            lambda fill=fill, tokens=tokens, count=count: jax.block_until_ready(fill(target.params, tokens, count))
-        )
+        runs.append(clocked(lambda fill=fill, tokens=tokens, count=count: fill(target.params, tokens, count)))
     seconds = in_turns(runs, args.repeats)
     table = Table("prompt, tokens", "s", "tokens/s")
     for length, spent in zip(args.prefill, seconds, strict=True):
@@ -155,25 +120,6 @@ def prefills(target: Model, args: argparse.Namespace) -> dict:
     Console().print(table)
     rows = [{"length": n, "seconds": s, "tokens_per_second": n / s} for n, s in zip(args.prefill, seconds, strict=True)]
     return {"dtype": args.dtype, "prefill": rows}
-
-
-def in_turns(runs: list[Callable], repeats: int) -> list[float]:
-    """Return each run's median seconds, the runs taking turns, after one that compiles."""
-    times: list[list[float]] = [[] for _ in runs]
-    for turn in track(range(repeats + 1), "measuring", console=Console(file=sys.stderr), transient=True):
-        for run, spent in zip(runs, times, strict=True):
-            began = time.perf_counter()
-            run()
-            if turn:
-                spent.append(time.perf_counter() - began)
-    return [statistics.median(spent) for spent in times]
-
-
-def weight_bytes(target: Model) -> int:
-    """Return the bytes of the parameters that a step reads: all of them, the embedding once (as the tied head)."""
-    leaves = jax.tree_util.tree_leaves_with_path(target.params)
-    untied = any("head" in jax.tree_util.keystr(path) for path, _ in leaves)
-    return sum(leaf.nbytes for path, leaf in leaves if not (untied and "embedding" in jax.tree_util.keystr(path)))
 
 
 if __name__ == "__main__":

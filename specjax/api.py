@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from specjax import stats, tune
 from specjax.distributed import CHUNK
 from specjax.engine import Engine, Request, Result
 from specjax.engine_slot import DEVICE_ERRORS, out_of_memory
-from specjax.generate import Program
-from specjax.outputs import result_row
+from specjax.generate import Program, Prompt
+from specjax.outputs import RowWriter, result_row
 from specjax.pair import SPECULATION_ON, Pair, first_line, unusable
 from specjax.requests import Job, Options, Refused, as_rows, check, jobs_of, plan_of, shared_prefix
 from specjax.rows import BadRow, Row, row_name
 from specjax.sampling import features_of
 from specjax.speculation import Plan
 from specjax.text import StopFinder
-from specjax.types import Finish, Status
+from specjax.trace import Traced, Tracer
+from specjax.types import Finish, Rule, Status
 from specjax.verify import RULES, rule_for
 
 
@@ -76,7 +79,9 @@ def generate(
     on_output: Callable[[Output], None] | None = None,
     on_text: Callable[[int | str | None, str], None] | None = None,
     on_tokens: Callable[[int], None] | None = None,
+    on_ids: Callable[[int | str | None, int, list[int]], None] | None = None,
     on_seconds: Callable[[str, float], None] | None = None,
+    trace: str | Path | Callable[[dict[str, Any]], None] | None = None,
     **options: Any,
 ) -> list[Output]:
     """Generate for each prompt, speculatively, with exactly the target's distribution.
@@ -88,7 +93,9 @@ def generate(
         on_output: called with each row as it finishes, in any order.
         on_text: called with (id, text) as text becomes final; joined they are the row's text. Needs a tokenizer.
         on_tokens: called with the number of new tokens after each chunk of rounds.
+        on_ids: called with (id, sample, new ids) as they reach the host; with no ids when a row is taken up.
         on_seconds: called with ("prefill" or "decode", seconds) after each; the host waits for the device.
+        trace: a file, or a function, that takes a record of each round and row (docs/trace.md).
         **options: fields of ``specjax.requests.Options``, such as ``gamma=4``, ``sampling=SamplingParams(...)``.
 
     Returns:
@@ -102,24 +109,35 @@ def generate(
         out = specjax.generate(pair, ["Name three colours."], gamma=4, max_new_tokens=32)
         print(out[0].text, out[0].stats["mean_acceptance_length"])
     """
-    call = Call(pair, Options(**options), on_text=on_text, on_tokens=on_tokens, on_seconds=on_seconds)
     outputs = []
-    for output in call.run(as_rows(prompts, pair.target, raw=call.options.raw)):
-        outputs.append(output)
-        if on_output:
-            on_output(output)
+    with contextlib.ExitStack() as stack:
+        if isinstance(trace, str | Path):
+            trace = stack.enter_context(RowWriter(trace)).write
+        call = Call(
+            pair, Options(trace=trace, **options), on_text=on_text, on_tokens=on_tokens, on_ids=on_ids,
+            on_seconds=on_seconds,
+        )  # fmt: skip
+        for output in call.run(as_rows(prompts, pair.target, raw=call.options.raw)):
+            outputs.append(output)
+            if on_output:
+                on_output(output)
     return sorted(outputs, key=lambda output: output.index)
 
 
 @dataclasses.dataclass
 class _Watch:
-    """Streams one row's text and finds its stop strings."""
+    """Streams one row's ids and text, and finds its stop strings."""
 
-    finder: StopFinder
+    finder: StopFinder | None
     eos: frozenset[int]
     show: Callable[[str], None] | None
+    show_ids: Callable[[list[int]], None] | None
 
     def push(self, ids: Sequence[int]) -> int | None:
+        if self.show_ids:
+            self.show_ids(list(ids))
+        if self.finder is None:
+            return None
         if ids and ids[-1] in self.eos:
             ids = ids[:-1]
         self.say(self.finder.push(ids))
@@ -135,19 +153,20 @@ class Call:
 
     Args:
         pair, options: what to run.
-        on_text, on_tokens, on_seconds: as ``generate`` takes them.
+        on_text, on_tokens, on_ids, on_seconds: as ``generate`` takes them.
 
     Raises:
         UsageError: an option that cannot be honoured.
     """
 
-    def __init__(self, pair: Pair, options: Options, *, on_text=None, on_tokens=None, on_seconds=None):
+    def __init__(self, pair: Pair, options: Options, *, on_text=None, on_tokens=None, on_ids=None, on_seconds=None):
         self.pair, self.options = pair, options
         self._engines: list[Engine] = []
-        self._on_text, self._on_tokens, self._on_seconds = on_text, on_tokens, on_seconds
+        self._on_text, self._on_tokens, self._on_ids, self._on_seconds = on_text, on_tokens, on_ids, on_seconds
         self._draft = pair.draft
         self._draft_broken = False
         self._watches: dict[int, _Watch] = {}
+        self._tracer = Tracer(options.trace) if options.trace else None
         check(pair, options)
 
     def faults(self) -> dict[str, int]:
@@ -201,39 +220,24 @@ class Call:
     def _decode(self, jobs: list[Job], stop: Callable[[], bool] | None) -> Iterator[Output]:
         """Run jobs through one engine until all are finished."""
         options, target = self.options, self.pair.target
-        rule = rule_for(options.rule)
-        if rule.lossless and all(job.prompt.sampling.greedy for job in jobs):
-            rule = RULES["greedy"]
-        plan = self._plan()
-        program = compiled(
-            target.program_fn,
-            self._draft.drafter,
-            rule=rule,
-            gamma=plan.gamma,
-            vocab_size=target.num_logits,
-            width=plan.widths,
-            exact=plan.exact,
-            controller=plan.controller,
-            check=options.check,
-            logprobs=options.logprobs or options.top_logprobs > 0,
-            top_logprobs=options.top_logprobs,
-            features=features_of((job.prompt.sampling for job in jobs), options.constraint),
-            num_eos=max(4, max(len(job.prompt.eos) for job in jobs)),
-            layout=self.pair.layout,
-        )
+        pair, plan = dataclasses.replace(self.pair, draft=self._draft), self._plan()
+        prompts = [job.prompt for job in jobs]
+        rule, program = _rule_of(options, prompts), program_for(pair, options, prompts)
+        if self._tracer is not None:
+            assert isinstance(program, Traced)
+            program = program.reporting(self._tracer.take)
         params: dict[str, Any] = {"target": target.params, "draft": self._draft.params}
         batch_size = self.pair.layout.rows(min(options.batch_size, len(jobs)))
-        longest = max(job.prompt.limit for job in jobs)
+        longest = max(prompt.limit for prompt in prompts)
         if plan.controller is not None:
             key = tune.key_of(params, self._draft.kind, rule.name, batch_size, plan.widths)
-            sampling = jobs[0].prompt.sampling
-            params["costs"] = tune.costs_for(program, params, key, longest=longest, sampling=sampling)
+            params["costs"] = tune.costs_for(program, params, key, longest=longest, sampling=prompts[0].sampling)
         engine = Engine(
             program,
             params,
             batch_size=batch_size,
             longest=longest,
-            prefix=shared_prefix([list(job.prompt.ids) for job in jobs]) if options.prefix else (),
+            prefix=shared_prefix([list(prompt.ids) for prompt in prompts]) if options.prefix else (),
             draft_can_go=self._draft.speculation == SPECULATION_ON,
             on_seconds=self._on_seconds,
         )
@@ -241,7 +245,11 @@ class Call:
         with engine:
             self._engines.append(engine)
             chunk = options.chunk or (CHUNK if self.pair.layout.spans_processes else None)
+            chunk = 1 if self._tracer else chunk
             for result in engine.run(requests, chunk=chunk, on_chunk=self._on_tokens, stop=stop):
+                if self._tracer is not None:
+                    job: Job = result.key
+                    self._tracer.finish(job.prompt.key, job.row.id, job.sample, len(result.ids))
                 yield self._output(result.key, result, plan.gamma)
 
     def _plan(self) -> Plan:
@@ -253,12 +261,17 @@ class Call:
 
     def _watch(self, job: Job) -> _Watch | None:
         tokenizer = self.pair.target.tokenizer
-        if tokenizer is None or not (job.stops or self._on_text):
+        finds = tokenizer is not None and bool(job.stops or self._on_text)
+        if not (finds or self._on_ids):
             return None
         show = functools.partial(self._on_text, job.row.id) if self._on_text else None
-        least = job.prompt.sampling.min_new_tokens
-        watch = _Watch(StopFinder(job.stops, tokenizer.stream(), least=least), frozenset(job.prompt.eos), show)
-        self._watches[job.index] = watch
+        show_ids = functools.partial(self._on_ids, job.row.id, job.sample) if self._on_ids else None
+        finder = None
+        if tokenizer is not None and finds:
+            finder = StopFinder(job.stops, tokenizer.stream(), least=job.prompt.sampling.min_new_tokens)
+        watch = self._watches[job.index] = _Watch(finder, frozenset(job.prompt.eos), show, show_ids)
+        if show_ids:
+            show_ids([])
         return watch
 
     def _output(self, job: Job, result: Result, gamma: int) -> Output:
@@ -302,10 +315,39 @@ class Call:
         tokenizer, watch = self.pair.target.tokenizer, self._watches.pop(job.index, None)
         if tokenizer is None:
             return None
-        if watch is None:
+        if watch is None or watch.finder is None:
             return tokenizer.decode(ids[:-1] if finish == Finish.EOS else ids)
         watch.say(watch.finder.flush())
         return watch.finder.text
+
+
+def program_for(pair: Pair, options: Options, prompts: Sequence[Prompt]) -> Program:
+    """Return the program that ``generate`` runs these prompts with."""
+    target, plan = pair.target, plan_of(pair, pair.draft, options)
+    make, full = (traced, {"full": options.trace_full}) if options.trace else (compiled, {})
+    return make(
+        target.program_fn,
+        pair.draft.drafter,
+        **full,
+        rule=_rule_of(options, prompts),
+        gamma=plan.gamma,
+        vocab_size=target.num_logits,
+        width=plan.widths,
+        exact=plan.exact,
+        controller=plan.controller,
+        check=options.check,
+        logprobs=options.logprobs or options.top_logprobs > 0,
+        top_logprobs=options.top_logprobs,
+        features=features_of((prompt.sampling for prompt in prompts), options.constraint),
+        num_eos=max(4, max(len(prompt.eos) for prompt in prompts)),
+        layout=pair.layout,
+    )
+
+
+def _rule_of(options: Options, prompts: Sequence[Prompt]) -> Rule:
+    """Return the rule that serves these rows: the greedy one where all of them are."""
+    rule = rule_for(options.rule)
+    return RULES["greedy"] if rule.lossless and all(prompt.sampling.greedy for prompt in prompts) else rule
 
 
 # What a row can have without a fault of ours.
@@ -321,5 +363,6 @@ def _top(result: Result) -> list[list[tuple[int, float]]] | None:
 
 # Programs are kept for the process: a second call with the same parts compiles nothing.
 compiled = functools.lru_cache(maxsize=32)(Program)
+traced = functools.lru_cache(maxsize=8)(Traced)
 
 __all__ = ["Call", "Options", "Output", "generate"]

@@ -9,68 +9,22 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jaxlib import version as jaxlib_version
 
-from specjax import stats
 from specjax.api import Output, generate
-from specjax.errors import UsageError
+from specjax.bench_result import SIDES, BenchPrompt, Record, category_speeds, latency_result, predicted, result
+from specjax.errors import RowError, UsageError
 from specjax.pair import Model, Pair, no_draft
 from specjax.requests import as_rows, prompt_ids
 from specjax.rows import BadRow, Row, parse_rows
-from specjax.speculation import DEFAULT_GAMMA, Gamma
+from specjax.speculation import AUTO, DEFAULT_GAMMA, Gamma
 
-SCHEMA = 1
-SIDES = ("plain", "speculative")
-
-
-@dataclasses.dataclass(frozen=True)
-class BenchPrompt:
-    """One prompt to measure on.
-
-    Attributes:
-        row: as ``specjax.generate`` takes it.
-        category: of the task, where the file names one.
-    """
-
-    row: Row
-    category: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One timed call over all prompts.
-
-    Attributes:
-        seconds: of the whole call.
-        prefill, decode: seconds spent in each, the device waited for.
-        outputs: what came out.
-    """
-
-    seconds: float
-    prefill: float
-    decode: float
-    outputs: list[Output]
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens of all rows."""
-        return sum(len(out.ids) for out in self.outputs)
-
-    def record(self) -> dict[str, Any]:
-        """Return the run as the report has it."""
-        return {
-            "seconds": self.seconds,
-            "prefill_seconds": self.prefill,
-            "decode_seconds": self.decode,
-            "num_tokens": self.num_tokens,
-            "tokens_per_second": _per_second(self.num_tokens, self.seconds),
-            "decode_tokens_per_second": _per_second(self.num_tokens, self.decode),
-        }
+MORE = ("latency", "parts", "analytic")
 
 
 def read_prompts(path: str | Path, target: Model) -> list[BenchPrompt]:
@@ -121,9 +75,11 @@ def bench(
     *,
     gammas: Sequence[Gamma] = (),
     repeats: int = 5,
+    more: Collection[str] = (),
     on_run: Callable[[str], None] | None = None,
+    kept: MutableMapping[str, Any] | None = None,
     **options: Any,
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """Measure plain and speculative decoding in turns, for each gamma.
 
     For each gamma: a warm-up of each side compiles, then ``repeats`` pairs of runs follow, plain first. Plain is the
@@ -134,19 +90,23 @@ def bench(
         prompts: what to decode in every run.
         gammas: draft lengths, "auto" among them; default the pair's, else 4.
         repeats: pairs of runs.
+        more: of MORE, what else to measure: "latency", one run of each side that looks after each round; "parts",
+            what drafting, verification and the rest of a round cost, and memory; "analytic", the sum of min(p, q) at
+            each drafted position, in one more run round by round.
         on_run: called with a few words before each run.
+        kept: what was measured, by name, as JSON has it; what it holds already is not measured again.
         **options: of ``specjax.generate``, for both sides.
 
     Returns:
-        The report, as docs/command-line.md describes it, without what only the caller knows.
+        One result for each gamma, as docs/bench.md describes it, without what only the caller knows.
 
     Raises:
         UsageError: no draft, no prompt, a gamma below 1, or a prompt that fails.
 
     Example:
-        report = bench(pair, from_texts(["Count to ten."], pair.target), gammas=[2, 4], max_new_tokens=64)
+        bench(pair, from_texts(["Count to ten."], pair.target), gammas=[2, 4], max_new_tokens=64)
     """
-    gammas = list(dict.fromkeys(gammas)) or [DEFAULT_GAMMA if pair.gamma is None else pair.gamma]
+    gammas = lengths_of(gammas, pair)
     if pair.draft.name == "none":
         raise UsageError("There is no draft to measure: give --draft.")
     if not prompts:
@@ -156,36 +116,141 @@ def bench(
     if repeats < 1:
         raise UsageError(f"repeats is {repeats}; expected at least 1.")
     options = {"batch_size": 1, **options, "require_draft": True}
-    pairs = {"plain": dataclasses.replace(pair, draft=no_draft()), "speculative": pair}
+    table = _Table(pair, [prompt.row for prompt in prompts], options, {} if kept is None else kept, on_run)
+    results = []
+    for gamma in gammas:
+        runs: dict[str, list[Record]] = {side: [] for side in SIDES}
+        for side in SIDES:
+            table.warm(side, gamma)
+        for number, side in itertools.product(range(repeats), SIDES):
+            runs[side].append(table.run(side, gamma, number, repeats))
+        compiled = {side: table.first_seconds(side, gamma) for side in SIDES}
+        found = result(gamma, compiled, runs, prompts, default_temperature(options))
+        if "latency" in more:
+            looks = {side: table.latency(side, gamma) for side in SIDES}
+            found["latency"] = latency_result(looks)
+            for kind, speeds in category_speeds(looks, prompts).items():
+                found["categories"][kind] |= speeds
+        if "analytic" in more:
+            found["analytic_acceptance_per_position"] = table.analytic(gamma, found)
+        if "parts" in more and isinstance(gamma, int):
+            found["parts"] = table.parts(gamma, found)
+        results.append(found)
+    return results
+
+
+def lengths_of(gammas: Sequence[Gamma], pair: Pair) -> list[Gamma]:
+    """Return the draft lengths to measure."""
+    return list(dict.fromkeys(gammas)) or [DEFAULT_GAMMA if pair.gamma is None else pair.gamma]
+
+
+def num_runs(gammas: Sequence[Gamma], repeats: int, more: Collection[str] = ()) -> int:
+    """Return how often ``bench`` calls ``on_run`` where nothing is kept."""
+    per_gamma = 1 + 2 * repeats + ("latency" in more) + ("analytic" in more)
+    return 1 + ("latency" in more) + sum(per_gamma + ("parts" in more and gamma != AUTO) for gamma in gammas)
+
+
+def given_to(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the options of each side: plain decoding has no draft to have settings of its own."""
     given = {side: dict(options) for side in SIDES}
     if "sampling" in options:
         given["plain"]["sampling"] = options["sampling"].without_draft
-    rows = [prompt.row for prompt in prompts]
-    say = on_run or (lambda words: None)
-    results = []
-    warm_ups: dict[tuple[str, Gamma], Run] = {}
-    for gamma in gammas:
-        lengths: dict[str, Gamma] = {"plain": 0, "speculative": gamma}
-        for side in SIDES:
-            if (side, lengths[side]) not in warm_ups:
-                say(f"gamma {gamma}: compiling ({side})")
-                warm_ups[side, lengths[side]] = timed(pairs[side], rows, gamma=lengths[side], **given[side])
-        runs: dict[str, list[Run]] = {side: [] for side in SIDES}
-        for number, side in itertools.product(range(repeats), SIDES):
-            say(f"gamma {gamma}: run {number + 1} of {repeats} ({side})")
-            runs[side].append(timed(pairs[side], rows, gamma=lengths[side], **given[side]))
-        warm_up = {side: warm_ups[side, lengths[side]] for side in SIDES}
-        results.append(_result(gamma, warm_up, runs, prompts, options))
-    return {
-        "schema": SCHEMA,
-        "environment": environment(pair.target.dtype),
-        "prompts": [_prompt_record(prompt, pair.target) for prompt in prompts],
-        "results": results,
-    }
+    return given
 
 
-def timed(pair: Pair, rows: Sequence[Row], **options: Any) -> Run:
+def default_temperature(options: dict[str, Any]) -> float:
+    """Return the temperature of rows that name none."""
+    sampling = options.get("sampling")
+    return 0.0 if sampling is None else sampling.temperature
+
+
+class _Table:
+    """What is measured of one pair with one set of options: each thing once, kept by name."""
+
+    def __init__(
+        self, pair: Pair, rows: list[Row], options: dict[str, Any], kept: MutableMapping[str, Any], on_run: Any
+    ):
+        self._pairs = {"plain": dataclasses.replace(pair, draft=no_draft()), "speculative": pair}
+        self._rows, self._options, self._kept = rows, options, kept
+        self._given = given_to(options)
+        self._say = on_run or (lambda words: None)
+        self._warm: set[str] = set()
+
+    def warm(self, side: str, gamma: Gamma) -> None:
+        """Compile, where a run of the same name is not kept."""
+        self._once(f"{self._name(side, gamma)} first", f"gamma {gamma}: compiling ({side})",
+                   lambda: self._timed(side, gamma))  # fmt: skip
+
+    def first_seconds(self, side: str, gamma: Gamma) -> float:
+        """Return what the run took that compiled."""
+        return self._kept[f"{self._name(side, gamma)} first"]["seconds"]
+
+    def run(self, side: str, gamma: Gamma, number: int, repeats: int) -> Record:
+        """Return a timed run; plain ones stand beside their gamma's."""
+        words = f"gamma {gamma}: run {number + 1} of {repeats} ({side})"
+
+        return self._once(f"{side} beside {gamma} run {number}", words, lambda: self._timed(side, gamma, warm=True))
+
+    def latency(self, side: str, gamma: Gamma) -> list[Record]:
+        """Return when each row's tokens reached the host, looked at after each round."""
+        return self._once(
+            f"{self._name(side, gamma)} latency",
+            f"gamma {gamma}: latency ({side})",
+            lambda: latencies(self._pairs[side], self._rows, **self._of(side, gamma, warm=True)),
+        )
+
+    def analytic(self, gamma: Gamma, found: Record) -> list[float | None] | None:
+        """Return the mean of sum min(p, q) at each position, where it was reached; None at several widths."""
+        hot = default_temperature(self._options) > 0 or any(row.temperature for row in self._rows)
+        if not hot:  # p is one-hot, so the sum is 1 where the draft is accepted and 0 elsewhere
+            return found["conditional_acceptance_per_position"]
+        if gamma == AUTO and self._options.get("width") is None:
+            return None  # such rounds cannot be traced
+        return self._once(
+            f"{self._name('speculative', gamma)} analytic",
+            f"gamma {gamma}: sum of min(p, q)",
+            lambda: analytic(self._pairs["speculative"], self._rows, **self._of("speculative", gamma)),
+        )
+
+    def parts(self, gamma: int, found: Record) -> Record:
+        """Return what a round is made of."""
+        from specjax.bench_parts import measure_parts
+
+        measured = self._once(
+            f"{self._name('speculative', gamma)} parts",
+            f"gamma {gamma}: parts of a round",
+            lambda: measure_parts(self._pairs, self._rows, gamma, self._given),
+        )
+        return {**measured, "predicted_ratio": predicted(measured, found["stats"])}
+
+    def _once(self, name: str, words: str, measure: Callable[[], Any]) -> Any:
+        if name not in self._kept:
+            self._say(words)
+            self._kept[name] = measure()
+        return self._kept[name]
+
+    def _timed(self, side: str, gamma: Gamma, *, warm: bool = False) -> Record:
+        return timed(self._pairs[side], self._rows, **self._of(side, gamma, warm=warm))
+
+    def _of(self, side: str, gamma: Gamma, *, warm: bool = False) -> dict[str, Any]:
+        """Return the options of a run; where ``warm``, after one in this process that compiled."""
+        name = self._name(side, gamma)
+        if warm and name not in self._warm:
+            self._timed(side, gamma)
+        self._warm.add(name)
+        return self._given[side] | {"gamma": 0 if side == "plain" else gamma}
+
+    @staticmethod
+    def _name(side: str, gamma: Gamma) -> str:
+        return side if side == "plain" else f"{side} {gamma}"
+
+
+def timed(pair: Pair, rows: Sequence[Row], **options: Any) -> Record:
     """Run one call and time it.
+
+    Returns:
+        ``seconds`` of the whole call, ``prefill_seconds`` and ``decode_seconds`` (the device waited for), ``rows``:
+        ``id``, ``ids``, ``finish_reason``, ``stats``.
 
     Raises:
         UsageError: a row failed.
@@ -198,9 +263,54 @@ def timed(pair: Pair, rows: Sequence[Row], **options: Any) -> Run:
     began = time.perf_counter()
     outputs = generate(pair, rows, on_seconds=on_seconds, **options)
     seconds = time.perf_counter() - began
+    _refuse_failures(outputs)
+    return {
+        "seconds": seconds,
+        **{f"{stage}_seconds": value for stage, value in spent.items()},
+        "rows": [
+            {"id": out.id, "ids": out.ids, "finish_reason": out.finish_reason, "stats": out.stats} for out in outputs
+        ],
+    }
+
+
+def latencies(pair: Pair, rows: Sequence[Row], **options: Any) -> list[Record]:
+    """Run one call, looking at the rows after each round, and note when tokens reach the host.
+
+    Returns:
+        Per row ``id``, ``seconds`` [N] since the row was taken up (before its prefill), and ``num_tokens`` [N] that
+        came with each look that brought some.
+    """
+    clocks: dict[Any, float] = {}
+    seconds: dict[Any, list[float]] = {row.id: [] for row in rows}
+    counts: dict[Any, list[int]] = {row.id: [] for row in rows}
+
+    def on_ids(row_id: Any, sample: int, ids: list[int]) -> None:
+        now = time.perf_counter()
+        if not ids:
+            clocks[row_id] = now
+            return
+        seconds[row_id].append(now - clocks[row_id])
+        counts[row_id].append(len(ids))
+
+    _refuse_failures(generate(pair, rows, on_ids=on_ids, **{**options, "chunk": 1}))
+    return [{"id": row.id, "seconds": seconds[row.id], "num_tokens": counts[row.id]} for row in rows]
+
+
+def analytic(pair: Pair, rows: Sequence[Row], **options: Any) -> list[float | None]:
+    """Return the mean of sum min(p, q) at each drafted position, over the rounds that reached it."""
+    sums: dict[int, list[float]] = {}
+
+    def on_round(record: dict[str, Any]) -> None:
+        for i, draft in enumerate(record["drafts"][: record["num_accepted"] + 1]):
+            sums.setdefault(i, []).append(draft["overlap"])
+
+    _refuse_failures(generate(pair, rows, trace=on_round, **options))
+    return [statistics.fmean(sums[i]) if i in sums else None for i in range(max(sums, default=-1) + 1)]
+
+
+def _refuse_failures(outputs: Sequence[Output]) -> None:
     if failed := next((out for out in outputs if out.error is not None), None):
         raise UsageError(f"Prompt {failed.id!r} failed: {failed.error}")
-    return Run(seconds, spent["prefill"], spent["decode"], outputs)
 
 
 def environment(dtype: str) -> dict[str, Any]:
@@ -229,82 +339,14 @@ def _processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def _prompt_record(prompt: BenchPrompt, target: Model) -> dict[str, Any]:
-    return {"id": prompt.row.id, "category": prompt.category, "num_tokens": len(prompt_ids(prompt.row, target))}
+def prompt_record(prompt: BenchPrompt, target: Model) -> dict[str, Any]:
+    """Return a prompt as the report has it.
 
-
-def _result(
-    gamma: Gamma,
-    warm_up: dict[str, Run],
-    runs: dict[str, list[Run]],
-    prompts: Sequence[BenchPrompt],
-    options: dict[str, Any],
-) -> dict[str, Any]:
-    total = stats.merge_stats(out.stats for out in runs["speculative"][-1].outputs)
-    return {
-        "gamma": gamma,
-        **{side: _side(warm_up[side], runs[side]) for side in SIDES},
-        "ratio": _ratio(runs, "tokens_per_second"),
-        "decode_ratio": _ratio(runs, "decode_tokens_per_second"),
-        "mean_acceptance_length": total["mean_acceptance_length"],
-        "acceptance_rate": total["draft_acceptance_rate"],
-        "acceptance_per_position": stats.unconditional_rates(total),
-        "conditional_acceptance_per_position": stats.conditional_rates(total),
-        "tokens_per_target_pass": stats.tokens_per_target_pass(total),
-        "stats": total,
-        "equality": _equality(prompts, runs["plain"][-1].outputs, runs["speculative"][-1].outputs, options),
-        "rows": [
-            {"id": out.id, "num_tokens": len(out.ids), "finish_reason": out.finish_reason,
-             "mean_acceptance_length": out.stats["mean_acceptance_length"],
-             "acceptance_rate": out.stats["draft_acceptance_rate"]}
-            for out in runs["speculative"][-1].outputs
-        ],
-    }  # fmt: skip
-
-
-def _side(warm_up: Run, runs: list[Run]) -> dict[str, Any]:
-    records = [run.record() for run in runs]
-    seconds = [run.seconds for run in runs]
-    return {
-        "compile_seconds": max(0.0, warm_up.seconds - statistics.median(seconds)),
-        **{
-            name: spread([record[name] for record in records])
-            for name in ("tokens_per_second", "decode_tokens_per_second", "seconds", "prefill_seconds")
-        },
-        "runs": records,
-    }
-
-
-def _ratio(runs: dict[str, list[Run]], name: str) -> dict[str, float] | None:
-    """Compare the runs that stood side by side."""
-    rates = [[run.record()[name] for run in runs[side]] for side in SIDES]
-    return spread([fast / slow if slow and fast is not None else None for slow, fast in zip(*rates, strict=True)])
-
-
-def spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Return median, min and max; None when a value is missing."""
-    known = [value for value in values if value is not None]
-    if not known or len(known) < len(values):
-        return None
-    return {"median": statistics.median(known), "min": min(known), "max": max(known)}
-
-
-def _per_second(count: int, seconds: float) -> float | None:
-    return count / seconds if count and seconds > 0 else None
-
-
-def _equality(
-    prompts: Sequence[BenchPrompt], plain: list[Output], speculative: list[Output], options: dict[str, Any]
-) -> dict[str, Any]:
-    """Compare the ids of greedy rows; others are equal in law only."""
-    sampling = options.get("sampling")
-    default = 0.0 if sampling is None else sampling.temperature
-    compared, divergences = 0, []
-    for prompt, ours, theirs in zip(prompts, plain, speculative, strict=True):
-        if (default if prompt.row.temperature is None else prompt.row.temperature) > 0:
-            continue
-        compared += 1
-        pairs = itertools.zip_longest(ours.ids, theirs.ids)
-        if first := next(((i, a, b) for i, (a, b) in enumerate(pairs) if a != b), None):
-            divergences.append({"id": ours.id, "position": first[0], "plain": first[1], "speculative": first[2]})
-    return {"num_compared": compared, "num_equal": compared - len(divergences), "divergences": divergences}
+    Raises:
+        UsageError: it cannot be encoded.
+    """
+    try:
+        count = len(prompt_ids(prompt.row, target))
+    except RowError as error:
+        raise UsageError(f"Prompt {prompt.row.id!r} failed: {error}") from error
+    return {"id": prompt.row.id, "category": prompt.category, "num_tokens": count}

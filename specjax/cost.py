@@ -7,10 +7,13 @@ rest of a round (rule, sampling, bookkeeping). N is the number of tokens a round
     E[N]            = 1 + sum_i a_i                     a_i: the first i drafts of a round are all accepted
                     = (1 - alpha^(gamma+1)) / (1 - alpha)  one alpha for every place (2211.17192, equation 1)
     time per token  = (draft(gamma) + verify(gamma + 1) + other) / E[N]
-    speed-up        = plain / time per token               (2211.17192, theorem 3.8, with measured costs)
+    speed-up        = plain / (time per token + start / length)   (2211.17192, theorem 3.8, with measured costs)
+    best gamma      : the one with the greatest speed-up; 0 where none is above 1
+    break-even alpha: (1 - alpha^(gamma+1)) / (1 - alpha) = (draft(gamma) + verify(gamma + 1) + other) / plain
+    one more draft  : time per token at gamma, less that at gamma + 1
 
-Assumptions: costs do not depend on what is accepted; a row's rounds are alike; in a batch every row waits for the same
-step, so costs are those of the batch and N is a row's own.
+Assumptions: costs do not depend on what is accepted; a row's rounds are alike (or, in ``rounds_along``, its text is
+known); in a batch every row waits for the same step, so costs are those of the batch and N is a row's own.
 """
 
 from __future__ import annotations
@@ -47,6 +50,26 @@ def geometric(alpha: float, gamma: int) -> list[float]:
     if not 0.0 <= alpha <= 1.0 or gamma < 0:
         raise ValueError(f"alpha is {alpha} and gamma {gamma}; expected 0..1 and at least 0.")
     return [alpha**i for i in range(1, gamma + 1)]
+
+
+def rounds_along(drafted: Sequence[bool], gamma: int) -> int:
+    """Return how many rounds of gamma drafts walk along one text.
+
+    Exact where a draft does not depend on where its round began, as a greedy model's does not: E[N] of any gamma then
+    follows from one look at the text. (Shares a_i of rounds do not carry over from one gamma to another where drafts
+    are right in long stretches: short rounds begin more often inside of them.)
+
+    Args:
+        drafted: for each token of the text, whether the draft proposes it after the tokens before it.
+        gamma: drafts per round.
+    """
+    place = rounds = 0
+    while place < len(drafted):
+        kept = 0
+        while kept < gamma and place + kept < len(drafted) and drafted[place + kept]:
+            kept += 1
+        place, rounds = place + kept + 1, rounds + 1
+    return rounds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -181,6 +181,11 @@ class Program:
         features: the families of transforms that its rows may use; none by default, which leaves temperature.
         num_eos: E, columns of the EOS table.
         layout: the devices it runs on.
+
+    Attributes:
+        gamma, widths, drafter, vocab_size, num_eos: of its rounds.
+        greedy: its rule serves temperature 0 only.
+        controlled: it has a controller, whose ``params["costs"]`` it wants.
     """
 
     def __init__(
@@ -218,7 +223,8 @@ class Program:
             controller=controller,
         )
         self.greedy = rule.greedy
-        self._target_fn, self._loop, self._may_lag = target_fn, decode, controller is not None
+        self.controlled = controller is not None
+        self._target_fn, self._loop = target_fn, decode
         self._empty: dict[tuple[int, int], Callable[[], RoundState]] = {}
         self.layout, jit = layout, layout.jit
         self._step = jit(self._one_step, read=True, donate_argnums=1)
@@ -369,10 +375,12 @@ class Program:
         )  # fmt: skip
 
     def _one_step(self, params, state: RoundState, round_limit) -> tuple[RoundState, slots.View]:
-        check = functools.partial(slots.in_step, drafter=self.drafter, gamma=self.gamma, may_lag=self._may_lag)
-        before = check(state)
+        before = self._fits(state)
         state = self._loop(params, state, round_limit)
-        return state, slots.view_of(state, before & check(state))
+        return state, slots.view_of(state, before & self._fits(state))
+
+    def _fits(self, state: RoundState) -> jax.Array:
+        return slots.in_step(state, drafter=self.drafter, gamma=self.gamma, may_lag=self.controlled)
 
     @staticmethod
     def _blank_row(state: RoundState, slot) -> RoundState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from specjax.errors import RowError, UsageError
@@ -52,6 +52,9 @@ class Options:
         check: verify the invariants while running.
         require_draft: raise when the draft fails.
         chunk: rounds between two looks at the rows (default: as few as hide the host's work).
+        trace: called with a record of each round and row as the row ends (``specjax.trace``); rounds then run one by
+            one, in a program of their own, with the same ids.
+        trace_full: whole distributions in the records too; for vocabularies of up to 4096 tokens.
 
     Raises:
         UsageError: a value out of range.
@@ -78,6 +81,8 @@ class Options:
     check: bool = False
     require_draft: bool = False
     chunk: int | None = None
+    trace: Callable[[dict[str, Any]], None] | None = None
+    trace_full: bool = False
 
     def __post_init__(self):
         if self.gamma not in (None, AUTO) and not (isinstance(self.gamma, int) and 0 <= self.gamma <= MAX_GAMMA):

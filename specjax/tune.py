@@ -7,12 +7,10 @@ state each time.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 import statistics
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,21 +21,19 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from specjax import cache as kv
 from specjax.checkpoint import cache_folder
 from specjax.gamma import Costs
-from specjax.generate import Program, Prompt
+from specjax.generate import Program
 from specjax.pair import Pair
 from specjax.sampling import SamplingParams
 from specjax.speculation import AUTO, plan
-from specjax.types import Finish, Params, RoundState
+from specjax.timing import RoundTimer, per_round
+from specjax.types import Params
 from specjax.verify import rule_for
 
 BRIEF_ROUNDS = 5
 ROUNDS = 25
-_HISTORY = 64  # tokens before the rounds that are timed
-_PERIOD = 16  # of a text that repeats itself, for a source that drafts from the text alone
-_LAG = 32
+SEVERAL = 5  # rounds of a call, to tell what the call itself costs
 
 
 class TuneWarning(UserWarning):
@@ -199,20 +195,22 @@ def measure(
     gamma, widths = program.gamma, program.widths
     if longest < 3:
         raise ValueError(f"longest is {longest}; expected at least 3 tokens to time a round in.")
-    timer = _Timer(program, params, key["batch_size"], longest, sampling, gamma)
+    timer = RoundTimer(program, params, key["batch_size"], longest, sampling)
     asked = sorted({0, min(1, gamma), *(min(width - 1, gamma) for width in widths),
                     *(min(width, gamma) for width in widths)})  # fmt: skip
     seconds: dict[int, list[float]] = {d: [] for d in asked}
-    drafted = {d: timer.round(d)[1] for d in asked}
+    drafted = {d: timer.run(d).drafted for d in asked}
     for _ in range(rounds):
         for d in asked:
-            seconds[d].append(timer.round(d)[0])
+            seconds[d].append(timer.run(d).seconds)
     medians = {d: statistics.median(values) for d, values in seconds.items()}
     width_of = {d: int(np.searchsorted(widths, drafted[d] + 1)) for d in asked}
-    step, verify = _fit(medians, width_of, len(widths), free=program.drafter.free)
+    fixed = _call_seconds(timer, rounds)
+    apart = {d: max(value - fixed, 0.0) for d, value in medians.items()}
+    step, verify = _fit(apart, width_of, len(widths), free=program.drafter.free)
     catch_up = 0.0
     if timer.has_cache and gamma and timer.lag > 0:
-        late = statistics.median(timer.round(1, behind=timer.lag)[0] for _ in range(rounds))
+        late = statistics.median(timer.run(1, behind=timer.lag).seconds for _ in range(rounds))
         catch_up = max(late - medians[1], 0.0) / timer.lag
     return CostTable(
         key=key,
@@ -222,6 +220,13 @@ def measure(
         catch_up_seconds=catch_up,
         rounds=rounds,
     )
+
+
+def _call_seconds(timer: RoundTimer, repeats: int) -> float:
+    """Return what a call of the loop costs besides its rounds: a chunk has many, these calls have one."""
+    calls = [(timer.run(0), timer.run(0, rounds=SEVERAL)) for _ in range(repeats)]
+    one, several = (statistics.median(call.seconds for call in side) for side in zip(*calls, strict=True))
+    return max(one - per_round(one, several, calls[0][1].rounds), 0.0)
 
 
 def _fit(
@@ -242,42 +247,3 @@ def _fit(
         least = max(least, rest.get(i, least))
         verify.append(least)
     return step, verify
-
-
-class _Timer:
-    """Single rounds from the same state: rows in mid-generation, over caches of zeros."""
-
-    def __init__(self, program: Program, params, batch: int, longest: int, sampling: SamplingParams, gamma: int):
-        self._program, self._params = program, params
-        self._length = min(_HISTORY, longest - 1)
-        source = program.drafter
-        # Text without repetition shows what a model costs; only where nothing is drafted from it, one with it.
-        for period in (program.vocab_size, _PERIOD):
-            ids = [(7 * i) % min(period, program.vocab_size) for i in range(self._length)]
-            prompt = Prompt(ids, longest, (), np.zeros(2, np.uint32), sampling)
-            self._fresh = program.midway(params, batch, longest, prompt)
-            self._state: RoundState = self._fresh
-            self._fresh = jax.tree.map(np.asarray, dataclasses.replace(self._fresh, cache=(), draft=()))
-            if gamma == 0 or self.round(gamma)[1] > 0:
-                break
-        # A source that observes is given all features in every round: it never lags.
-        self.has_cache = source.observe is None and source.length(self._state.draft) is not None
-        self.lag = min(_LAG, self._length - 3)
-
-    def round(self, gamma: int, behind: int = 0) -> tuple[float, int]:
-        """Run one round; return its seconds and the most tokens that a row drafted."""
-        count = np.full(self._fresh.num_tokens.shape, self._length, np.int32)
-        state = dataclasses.replace(
-            jax.tree.map(jnp.asarray, self._fresh),
-            cache=kv.rollback(self._state.cache, jnp.asarray(count - 1)),
-            draft=self._program.drafter.rollback(self._state.draft, jnp.asarray(count - behind)),
-            finish=jnp.full(count.shape, int(Finish.RUNNING), jnp.int32),
-        )
-        ones = [jnp.ones(n, jnp.float32) for n in (self._program.gamma + 1, len(self._program.widths), ())]
-        costs = Costs(*ones, force=jnp.int32(gamma))
-        jax.block_until_ready(state)
-        began = time.perf_counter()
-        self._state = self._program.decode({**self._params, "costs": costs}, state, 1)
-        jax.block_until_ready(self._state)
-        seconds = time.perf_counter() - began
-        return seconds, int(np.max(np.asarray(self._state.drafted)[:, self._length]))

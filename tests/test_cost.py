@@ -34,6 +34,23 @@ def test_the_geometric_form_is_the_mean_of_simulated_rounds(alpha):
     assert cost.expected_tokens(accepted.mean(0)) == pytest.approx(1 + accepted.sum(1).mean())
 
 
+def test_rounds_walk_along_a_text():
+    yes, no = True, False
+    text = [yes, yes, yes, no, no, yes, yes]
+    assert cost.rounds_along(text, 0) == len(text)
+    assert cost.rounds_along(text, 1) == 4  # yes yes | yes no | no | yes yes
+    assert cost.rounds_along(text, 2) == 4  # yes yes yes | no | no | yes yes, and the end
+    assert cost.rounds_along(text, 3) == 3  # yes yes yes no | no | yes yes
+    assert cost.rounds_along([], 3) == 0
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_along_a_long_text_of_chances_the_mean_is_the_geometric_one(gamma):
+    text = (np.random.default_rng(1).random(200_000) < 0.7).tolist()
+    mean = len(text) / cost.rounds_along(text, gamma)
+    assert mean == pytest.approx(cost.expected_tokens(cost.geometric(0.7, gamma)), rel=0.01)
+
+
 def test_shares_that_rise_are_refused():
     for wrong in ([0.5, 0.6], [1.2], [-0.1]):
         with pytest.raises(ValueError, match="never rise"):

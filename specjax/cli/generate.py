@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,6 +24,7 @@ from specjax.cli.common import (
 )
 from specjax.cli.sampling_options import SamplingOptions
 from specjax.errors import UsageError
+from specjax.outputs import RowWriter
 
 if TYPE_CHECKING:
     from specjax.api import Output
@@ -92,6 +95,11 @@ class Generate(SamplingOptions, PairOptions):
     """How long to wait for all processes to start."""
     check: bool = False
     """Verify the invariants of speculation while running."""
+    trace: Annotated[str | None, unset("FILE")] = None
+    """Write a record of each round and row as JSON Lines: what was drafted, with which chances, and how it was decided
+    (slower; the same ids)."""
+    trace_full: bool = False
+    """Write whole distributions into the trace too (vocabularies of up to 4096 tokens)."""
     compare: bool = False
     """Then time the same prompts with and without the draft, in turns, and say how much faster it is."""
 
@@ -131,6 +139,9 @@ class Generate(SamplingOptions, PairOptions):
             (self.eos and self.ignore_eos, "got both --eos and --ignore-eos; give one of them."),
             (self.require_draft and self.draft == "none", "got both --draft none and --require-draft."),
             (self.compare and not shown, "--compare is for PROMPT shown as text; specjax bench measures rows."),
+            (self.trace_full and self.trace is None, "--trace-full needs --trace FILE."),
+            (self.trace is not None and self.resume, "a trace is of a whole run: leave out --trace or --resume."),
+            (self.trace is not None and self.compare, "got --trace and --compare; a traced run is not timed."),
             (self.compare and self.draft == "none", "got --compare and --draft none: nothing to compare."),
             (shown and self.logprobs, "--logprobs is written in rows: add --output FILE (or - )."),
             (shown and self.top_logprobs, "--top-logprobs is written in rows: add --output FILE (or - )."),
@@ -151,7 +162,7 @@ class Generate(SamplingOptions, PairOptions):
         from specjax.requests import Options
 
         names = ("gamma", "width", "max_new_tokens", "ignore_eos", "seed", "samples", "logprobs", "top_logprobs",
-                 "cache_length", "raw", "check", "require_draft")  # fmt: skip
+                 "cache_length", "raw", "check", "require_draft", "trace_full")  # fmt: skip
         options = {name: getattr(self, name) for name in names}
         options |= {
             "sampling": self.sampling(),
@@ -170,10 +181,23 @@ class Generate(SamplingOptions, PairOptions):
     def _show(self) -> int:
         """Print texts as they become final, one prompt after another."""
         prepare_jax()
+        options = {**self.options(), "batch_size": 1, "chunk": _STREAM_CHUNK}
+        with self.tracing() as trace:
+            return self._answer(options | {"trace": trace})
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[Callable[[dict[str, Any]], None] | None]:
+        """Give what takes the trace's records, or None where none is asked for."""
+        if self.trace is None:
+            yield None
+            return
+        with RowWriter(self.trace, overwrite=self.overwrite, report=note) as writer:
+            yield writer.write
+
+    def _answer(self, options: dict[str, Any]) -> int:
         from specjax.api import generate
         from specjax.stats import merge_stats
 
-        options = {**self.options(), "batch_size": 1, "chunk": _STREAM_CHUNK}
         pair = self.load(require_draft=self.require_draft, mesh=self.mesh)
         screen, meter = _Screen(self.prompts, self.samples), Meter()
         outputs = generate(
@@ -190,9 +214,9 @@ class Generate(SamplingOptions, PairOptions):
         from specjax.bench import bench, from_texts
 
         gammas: list[int | Literal["auto"]] = [] if self.gamma is None else [self.gamma]
-        options = {name: value for name, value in options.items() if name not in ("gamma", "chunk")}
+        options = {name: value for name, value in options.items() if name not in ("gamma", "chunk", "trace")}
         prompts = from_texts(self.prompts, pair.target, raw=self.raw)
-        (result,) = bench(pair, prompts, gammas=gammas, repeats=_COMPARED_RUNS, **options)["results"]
+        (result,) = bench(pair, prompts, gammas=gammas, repeats=_COMPARED_RUNS, **options)
         rates = [result[side]["decode_tokens_per_second"]["median"] for side in ("speculative", "plain")]
         equality = result["equality"]
         same = (

@@ -56,7 +56,7 @@ def _stream(command: Generate, rows: list[Row | BadRow] | None) -> int:
     from specjax.jobs.totals import Totals
 
     totals = Totals()
-    with RowWriter(command.output, report=note) as writer:
+    with RowWriter(command.output, report=note) as writer, command.tracing() as trace:
         options = command.options()
         pair = command.load(require_draft=command.require_draft, mesh=command.mesh)
         asked = _rows(command, rows, pair)
@@ -69,7 +69,7 @@ def _stream(command: Generate, rows: list[Row | BadRow] | None) -> int:
                 totals.add(record)
                 progress.row(output)
 
-            generate(pair, asked, on_output=on_output, on_tokens=progress.tokens, **options)
+            generate(pair, asked, on_output=on_output, on_tokens=progress.tokens, trace=trace, **options)
     note(f"{_counted(totals.rows, totals.failed)}; {summary(totals.stats, progress.meter)}")
     return 1 if totals.failed else 0
 
@@ -81,8 +81,8 @@ def _job(command: Generate, rows: list[Row | BadRow] | None, place: Place, proce
     from specjax.requests import Options
 
     many = processes.count > 1
-    with StopSignals(processes.stopper() if many else None) as stop:
-        options = Options(**command.options())
+    with StopSignals(processes.stopper() if many else None) as stop, command.tracing() as trace:
+        options = Options(**command.options(), trace=trace)
         pair = command.load(require_draft=command.require_draft, mesh=command.mesh or processes.mesh)
         asked = _rows(command, rows, pair)
         with progress_bar(len(asked) * command.samples, "rows") as update:

@@ -26,7 +26,7 @@ from specjax.types import Rule
 NAME = "manifest.json"
 SCHEMA = 1
 # What changes how a job runs, but not what it says.
-_NOT_SETTINGS = ("batch_size", "chunk", "check", "require_draft")
+_NOT_SETTINGS = ("batch_size", "chunk", "check", "require_draft", "trace", "trace_full")
 
 
 def identity(pair: Pair, options: Options, rows: Iterable[Row | BadRow]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from specjax import sampling as s
 from specjax.numerics import row_sum
@@ -32,8 +32,12 @@ def verify(logits: Float[Array, "B K1 V"], proposal: Proposal, sampling: RowSamp
     places = jnp.arange(1, gamma + 1)
     candidates = (u < end) & (places <= proposal.num_drafted[:, None])
     num_accepted = jnp.max(jnp.where(candidates, places, 0), axis=1).astype(jnp.int32)
-    scale = jnp.take_along_axis(jnp.pad(pi, ((0, 0), (1, 0)), constant_values=1.0), num_accepted[:, None], axis=1)
-    return Verdict(num_accepted, extra_token(target, proposal, num_accepted, keys, scale[:, 0]))
+    return Verdict(num_accepted, extra_token(target, proposal, num_accepted, keys, scale_at(pi, num_accepted)))
+
+
+def scale_at(pi: Float[Array, "B K"], num_accepted: Int[Array, " B"]) -> Float[Array, " B"]:
+    """Return pi_i of each row's last kept draft i, 1 where none is: the factor of p in the residual."""
+    return jnp.take_along_axis(jnp.pad(pi, ((0, 0), (1, 0)), constant_values=1.0), num_accepted[:, None], axis=1)[:, 0]
 
 
 def prefix_weights(p: Float[Array, "B K1 V"], proposal: Proposal) -> Float[Array, "B K"]:

@@ -46,6 +46,17 @@ def extra_token(
         keys: this round's.
         scale: [B] factor of p in the residual (the block rule's); 1 when None.
     """
+    log_weights, purpose = extra_weights(target, proposal, num_accepted, scale)
+    return s.draw(log_weights, s.fold(keys.round, purpose), few=target.few)
+
+
+def extra_weights(
+    target: s.Distribution,
+    proposal: Proposal,
+    num_accepted: Int[Array, " B"],
+    scale: Float[Array, " B"] | None = None,
+) -> tuple[Float[Array, "B V"], Int[Array, " B"]]:
+    """Return what ``extra_token`` draws from, as log weights, and the purpose of that draw."""
     rejected = num_accepted < proposal.num_drafted
     here = num_accepted[:, None, None]
     p = jnp.take_along_axis(target.probs, here, axis=1)[:, 0]
@@ -54,8 +65,7 @@ def extra_token(
         scaled = p if scale is None else scale[:, None] * p
         left = _residual(scaled, log_weights, proposal, num_accepted)
         log_weights = jnp.where(rejected[:, None], left, log_weights)
-    purpose = jnp.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
-    return s.draw(log_weights, s.fold(keys.round, purpose), few=target.few)
+    return log_weights, jnp.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
 
 
 def _residual(p: jax.Array, log_weights: jax.Array, proposal: Proposal, place: jax.Array) -> jax.Array:

@@ -8,20 +8,25 @@ import pytest
 from tiny_text import DATA
 
 from specjax import bench as room
+from specjax import bench_result, report
+from specjax.stats import row_stats
 
 SIDE = {"compile_seconds", "tokens_per_second", "decode_tokens_per_second", "seconds", "prefill_seconds", "runs"}
 RUN = {"seconds", "prefill_seconds", "decode_seconds", "num_tokens", "tokens_per_second", "decode_tokens_per_second"}
-RESULT = {
-    *("gamma", "plain", "speculative", "ratio", "decode_ratio", "mean_acceptance_length", "acceptance_rate"),
-    *("acceptance_per_position", "conditional_acceptance_per_position", "tokens_per_target_pass", "stats"),
-    *("equality", "rows"),
+SETTING = set(report.SETTING)
+RESULT = SETTING | {
+    *("gamma", "plain", "speculative", "ratio", "decode_ratio", "coverage", "mean_acceptance_length"),
+    *("acceptance_rate", "acceptance_per_position", "conditional_acceptance_per_position", "tokens_per_target_pass"),
+    *("wasted_draft_tokens", "wasted_share", "stats", "equality", "rows", "categories"),
 }
+MORE = {"latency", "analytic_acceptance_per_position", "parts"}
+REPORT = {"schema", "specjax", "settings", "environment", "machine", "pairs", "results", "advice"}
 
 
 @pytest.fixture
 def bench(specjax, model):
     """Return ``bench(*arguments)`` with few, short runs."""
-    few = ["--dtype", "float32", "--repeats", 2, "--max-new-tokens", 12]
+    few = ["--dtype", "float32", "--repeats", 2, "--max-new-tokens", 12, "--speed-only"]
     return lambda *arguments: specjax("bench", "--target", model, *few, *arguments)
 
 
@@ -33,23 +38,28 @@ def test_the_report_has_the_documented_fields(bench, rows_file, tmp_path):
     more = ["--html", page, "--csv", lines]
     done = bench("--draft", near, "--prompts", rows, "--gamma", 1, 3, "--limit", 2, "--output", output, *more)
     assert (done.code, done.err) == (0, "")
-    assert page.read_text().count("<svg") == 4
+    assert page.read_text().count("<svg") == 3
     assert len(lines.read_text().splitlines()) == 1 + 2 * 2 * 2
     again = bench("--draft", near, "--prompts", rows, "--csv", lines)
     assert (again.code, again.err) == (2, f"specjax: error: --csv {lines} exists; pass --overwrite to replace it.\n")
     same = bench("--compare", output, output)
     assert same.code == 0
     assert same.out.count("same") == 2 * 4
-    report = json.loads(output.read_text())
-    assert set(report) == {"schema", "specjax", "settings", "load_seconds", "environment", "prompts", "results"}
-    assert report["schema"] == room.SCHEMA
-    assert report["settings"]["draft"] == str(near)
-    assert {"jax", "device", "dtype", "num_cpus"} < set(report["environment"])
-    assert report["prompts"][0] == {"id": "a", "category": None, "num_tokens": 3}
-    assert [prompt["id"] for prompt in report["prompts"]] == ["a", 2]
-    assert [result["gamma"] for result in report["results"]] == [1, 3]
-    for result in report["results"]:
+    assert not output.with_name("report.json.partial").exists()
+    found = json.loads(output.read_text())
+    assert set(found) == REPORT
+    assert found["schema"] == report.SCHEMA
+    assert found["machine"] is None
+    assert found["settings"]["gammas"] == [1, 3]
+    assert {"jax", "device", "dtype", "num_cpus"} < set(found["environment"])
+    (loaded,) = found["pairs"]
+    assert loaded["draft"] == str(near)
+    assert loaded["prompts"][0] == {"id": "a", "category": None, "num_tokens": 3}
+    assert [prompt["id"] for prompt in loaded["prompts"]] == ["a", 2]
+    assert [result["gamma"] for result in found["results"]] == [1, 3]
+    for result in found["results"]:
         assert set(result) == RESULT
+        assert result["batch_size"] == 1
         for side in ("plain", "speculative"):
             assert set(result[side]) == SIDE
             assert len(result[side]["runs"]) == 2
@@ -63,14 +73,138 @@ def test_the_report_has_the_documented_fields(bench, rows_file, tmp_path):
         assert result["stats"]["num_tokens"] == 24
         assert result["equality"] == {"num_compared": 2, "num_equal": 2, "divergences": []}
         assert [row["id"] for row in result["rows"]] == ["a", 2]
-    assert report["results"][1]["tokens_per_target_pass"] > 1
+        assert result["wasted_draft_tokens"] == (
+            result["stats"]["num_draft_tokens"] - result["stats"]["num_accepted_tokens"]
+        )
+    assert found["results"][1]["tokens_per_target_pass"] > 1
+
+
+@pytest.mark.parametrize("temperature", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_what_else_is_measured(specjax, model, rows_file, tmp_path, temperature):
+    rows = rows_file({"prompt_ids": [5, 17, 42, 5, 17, 42]}, {"prompt_ids": [9, 8]})
+    few = ["--dtype", "float32", "--repeats", 1, "--max-new-tokens", 12, "--prompts", rows, "--gamma", 2]
+    near, output, page = DATA / "llama-gqa-tied.draft-near", tmp_path / "report.json", tmp_path / "page.html"
+    more = ["--temperature", temperature, "--output", output, "--html", page]
+    done = specjax("bench", "--target", model, "--draft", near, *few, *more)
+    assert (done.code, done.err) == (0, "")
+    assert "first token ms" in done.out
+    found = json.loads(output.read_text())
+    (result,) = found["results"]
+    assert set(result) == RESULT | MORE
+    for side in ("plain", "speculative"):
+        assert result["latency"][side]["num_requests"] == 2
+        assert result["latency"][side]["first_token"]["p50"] <= result["latency"][side]["request"]["p50"]
+        parts = result["parts"][side]
+        assert sum(parts["shares"].values()) == pytest.approx(1)
+        assert parts["round_seconds"] > 0
+    assert result["parts"]["plain"]["width"] == 1
+    assert result["parts"]["speculative"]["width"] == 3
+    assert result["parts"]["plain"]["draft_seconds"] == 0
+    assert result["parts"]["predicted_ratio"] > 0
+    memory = result["parts"]["memory"]
+    assert memory["peak_bytes"] > memory["target_parameter_bytes"] > memory["target_cache_bytes"] / 100 > 0
+    assert found["machine"]["read_bytes_per_second"] > 1e8
+    assert found["advice"][0]["words"].startswith(("speculate", "do not speculate"))
+    assert page.read_text().count("<svg") == 6
+    analytic, conditional = (result[f"{name}acceptance_per_position"] for name in ("analytic_", "conditional_"))
+    assert len(analytic) == 2
+    if temperature == 0:
+        assert analytic == conditional
+    else:
+        assert analytic != conditional
+        assert all(abs(a - b) < 0.4 for a, b in zip(analytic, conditional, strict=True))
+
+
+SUITE = """
+pairs = [{target = "MODEL"}, {target = "MODEL", draft = "early-exit:1"}]
+dtype = "float32"
+prompts = "rows.jsonl"
+gammas = [1, 2]
+temperatures = [0.0, 1.0]
+rules = ["rejection", "coupled"]
+prompt_tokens = [[1, 2], [3, 9]]
+max_new_tokens = 4
+repeats = 1
+"""
+
+
+def test_a_suite_is_every_combination_and_goes_on_where_it_was_stopped(
+    specjax, model, rows_file, tmp_path, monkeypatch
+):
+    rows_file({"prompt_ids": [5]}, {"prompt_ids": [9, 8, 7]}, {"prompt_ids": [1, 2, 3, 4]})
+    path, output = tmp_path / "suite.toml", tmp_path / "report.json"
+    path.write_text(SUITE.replace("MODEL", str(model)))
+    call = ["bench", "--suite", path, "--output", output, "--speed-only"]
+    calls = []
+
+    def timed(pair, rows, **options):
+        calls.append(options["gamma"])
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        none = row_stats([0], [0], [0], speculation="on", gamma=options["gamma"])
+        done = [{"id": row.id, "ids": [1], "finish_reason": "length", "stats": none} for row in rows]
+        return {"seconds": 1.0 + len(calls), "prefill_seconds": 0.5, "decode_seconds": 0.5, "rows": done}
+
+    monkeypatch.setattr(room, "timed", timed)
+    assert specjax(*call).code == 130
+    assert not output.exists()
+    kept = json.loads(output.with_name("report.json.partial").read_text())["measured"]
+    assert len(kept) == 8
+    refused = specjax(*call)
+    assert (refused.code, "--resume" in refused.err) == (2, True)
+    path.write_text(SUITE.replace("MODEL", str(model)).replace("repeats = 1", "repeats = 2"))
+    assert "another run" in specjax(*call, "--resume").err
+    path.write_text(SUITE.replace("MODEL", str(model)))
+    assert specjax(*call, "--resume").code == 0
+    found = json.loads(output.read_text())
+    # two pairs, two lengths of prompts, greedy once, two rules above, two gammas
+    assert len(found["results"]) == 2 * 2 * (1 + 2) * 2
+    assert len({json.dumps([r[name] for name in report.SETTING]) for r in found["results"]}) == 12
+    assert found["results"][0]["plain"]["runs"][0]["seconds"] == 4.0  # of the run before it was stopped
+    assert [len(r["rows"]) for r in found["results"][:2]] == [1, 1]
+    assert {len(r["rows"]) for r in found["results"]} == {1, 2}
+    assert not output.with_name("report.json.partial").exists()
+
+
+def test_the_suites_that_ship_can_be_read():
+    from specjax.bench_suite import read_suite, settings_of, suite_names
+
+    assert {"quick", "spec-bench", "sweep"} <= set(suite_names())
+    for name in suite_names():
+        suite = read_suite(name)
+        assert suite.title
+        assert list(settings_of(suite))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--suite", "nothing"], "known: quick, spec-bench, sweep"),
+        (["--suite", "quick", "--gamma", 2], "got --gamma and --suite; a suite says it itself, with gammas"),
+        (["--suite", "sweep"], "give PROMPT, or --prompts FILE"),
+        (["--suite", "BAD"], "unknown field `gama`"),
+        (["--suite", "EMPTY"], "rules is empty"),
+        (["--suite", "LONG"], "No prompt has 90 to 99 tokens, but 1 to 1"),
+        (["--suite", "quick", "--resume"], "--resume needs --output FILE"),
+    ],
+)
+def test_a_suite_that_cannot_be_run_is_a_wrong_call(specjax, model, rows_file, tmp_path, arguments, words):
+    rows_file({"prompt_ids": [5]})
+    texts = {"BAD": "gama = [2]", "EMPTY": "rules = []", "LONG": 'prompts = "rows.jsonl"\nprompt_tokens = [[90, 99]]'}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.toml").write_text(text)
+    arguments = [str(tmp_path / f"{word}.toml") if word in texts else word for word in arguments]
+    done = specjax("bench", "--target", model, *arguments)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert words in done.err
 
 
 def test_the_table_has_a_line_for_each_gamma(bench, rows_file):
     done = bench("--prompts", rows_file({"prompt_ids": [5]}), "--gamma", 2, "--gamma", 4)
     assert done.code == 0
     lines = done.out.splitlines()
-    assert lines[0].endswith("draft ngram, float32, 1 prompts, batch size 1, temperature 0, 2 pairs of runs")
+    assert "float32" in lines[0]
+    assert lines[1].endswith("draft ngram, batch size 1, temperature 0, rule rejection, 1 prompts, 2 pairs of runs")
     assert [line.split()[0] for line in lines if line.split()[:1] in (["2"], ["4"])] == ["2", "4"]
     assert sum("1/1" in line for line in lines) == 2
 
@@ -144,7 +278,7 @@ def test_plain_and_speculative_take_turns_after_both_are_compiled(model, monkeyp
 
     said = []
     pair = load(model, "ngram", dtype="float32")
-    prompts = [room.BenchPrompt(room.Row(1, 1, prompt_ids=(5,)))]
+    prompts = [bench_result.BenchPrompt(room.Row(1, 1, prompt_ids=(5,)))]
     room.bench(pair, prompts, gammas=[1, 2, 1], repeats=2, on_run=said.append, max_new_tokens=1)
     runs = [f"gamma {{}}: run {n} of 2 ({side})" for n in (1, 2) for side in ("plain", "speculative")]
     first = ["gamma 1: compiling (plain)", "gamma 1: compiling (speculative)"]
@@ -152,17 +286,44 @@ def test_plain_and_speculative_take_turns_after_both_are_compiled(model, monkeyp
     assert said == [*first, *(run.format(1) for run in runs), *second, *(run.format(2) for run in runs)]
 
 
+def test_percentiles_are_values_that_so_many_do_not_exceed():
+    assert bench_result.percentiles([float(i) for i in range(1, 101)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
+    assert bench_result.percentiles([3.0]) == {"p50": 3.0, "p95": 3.0, "p99": 3.0}
+    assert bench_result.percentiles([]) is None
+
+
+def test_the_span_of_five_runs_holds_the_median_in_fifteen_of_sixteen_cases():
+    assert bench_result.coverage(5) == 1 - 1 / 16
+
+
+def test_latencies_are_seen_from_the_host():
+    looks = [{"id": 1, "seconds": [0.5, 0.7, 1.0], "num_tokens": [2, 1, 3]}, {"id": 2, "seconds": [], "num_tokens": []}]
+    found = bench_result.latency_result({"plain": looks, "speculative": looks})["plain"]
+    assert found["first_token"]["p50"] == 0.5
+    assert found["round"]["p99"] == pytest.approx(0.3)
+    assert found["later_token"]["p50"] == pytest.approx(0.5 / 4)
+    assert (found["request"]["p50"], found["num_requests"]) == (1.0, 1)
+    prompts = [bench_result.BenchPrompt(room.Row(i, i, prompt_ids=(1,)), "qa") for i in (1, 2)]
+    speeds = bench_result.category_speeds({"plain": looks, "speculative": looks}, prompts)
+    assert speeds == {"qa": {"plain_tokens_per_second": 6.0, "speculative_tokens_per_second": 6.0, "ratio": 1.0}}
+
+
+def test_the_prediction_is_the_cost_model_s():
+    parts = {"plain": {"round_seconds": 10e-3},
+             "speculative": {"draft_seconds": 8e-3, "target_seconds": 12e-3, "other_seconds": 2e-3}}  # fmt: skip
+    total = {"num_rounds": 100, "num_accepted_tokens_per_pos": [80, 60, 45, 35]}  # E[N] = 3.2
+    assert bench_result.predicted(parts, total) == pytest.approx(1.4545, abs=1e-4)
+
+
 def test_a_divergence_is_named():
-    from specjax.api import Output
-
     def output(row_id, ids):
-        return Output(row_id, 0, None, ids, "length", {})
+        return {"id": row_id, "ids": ids}
 
-    prompts = [room.BenchPrompt(room.Row(i, i, prompt_ids=(1,))) for i in (1, 2, 3)]
-    prompts.append(room.BenchPrompt(room.Row(4, 4, prompt_ids=(1,), temperature=1.0)))
+    prompts = [bench_result.BenchPrompt(room.Row(i, i, prompt_ids=(1,))) for i in (1, 2, 3)]
+    prompts.append(bench_result.BenchPrompt(room.Row(4, 4, prompt_ids=(1,), temperature=1.0)))
     plain = [output(1, [5, 6]), output(2, [5, 6]), output(3, [5]), output(4, [1])]
     speculative = [output(1, [5, 6]), output(2, [5, 7]), output(3, [5, 9]), output(4, [2])]
-    assert room._equality(prompts, plain, speculative, {}) == {
+    assert bench_result.equality(prompts, plain, speculative, 0.0) == {
         "num_compared": 3,
         "num_equal": 1,
         "divergences": [
