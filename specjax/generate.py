@@ -181,11 +181,6 @@ class Program:
         features: the families of transforms that its rows may use; none by default, which leaves temperature.
         num_eos: E, columns of the EOS table.
         layout: the devices it runs on.
-
-    Attributes:
-        gamma, widths, drafter, vocab_size, num_eos: of its rounds.
-        greedy: its rule serves temperature 0 only.
-        controlled: it has a controller, whose ``params["costs"]`` it wants.
     """
 
     def __init__(
@@ -223,7 +218,7 @@ class Program:
             controller=controller,
         )
         self.greedy = rule.greedy
-        self.controlled = controller is not None
+        self.controlled = controller is not None  # params["costs"] are its own
         self._target_fn, self._loop = target_fn, decode
         self._empty: dict[tuple[int, int], Callable[[], RoundState]] = {}
         self.layout, jit = layout, layout.jit

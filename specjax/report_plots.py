@@ -73,10 +73,11 @@ def _errors(values: Sequence[dict[str, float]]) -> list[list[float]]:
     return [[v["median"] - v["min"] for v in values], [v["max"] - v["median"] for v in values]]
 
 
-def _legend(axes: Axes) -> None:
+def _legend(axes: Axes, *, beside: bool = False) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if labels:
-        axes.legend(handles, labels, fontsize="small")
+        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)} if beside else {}
+        axes.legend(handles, labels, fontsize="small", **place)
 
 
 def _ratio(axes: Axes, report: Report) -> None:
@@ -149,7 +150,7 @@ def _latency(axes: Axes, report: Report) -> None:
                      hatch="//" if name == "round" else None, edgecolor="white")  # fmt: skip
     axes.set_xticks(range(len(labels)), labels, fontsize="small", rotation=45 if len(labels) > 8 else 0)
     axes.set(ylabel="ms", yscale="log")
-    _legend(axes)
+    _legend(axes, beside=True)
 
 
 def _time(axes: Axes, report: Report) -> None:
@@ -164,7 +165,7 @@ def _time(axes: Axes, report: Report) -> None:
         below = [b + v for b, v in zip(below, values, strict=True)]
     axes.set_xticks(range(len(names)), names, fontsize="small", rotation=45 if len(names) > 8 else 0)
     axes.set(ylabel="ms a round")
-    _legend(axes)
+    _legend(axes, beside=True)
 
 
 def _roofline(axes: Axes, report: Report) -> None:
