@@ -156,7 +156,7 @@ def test_the_best_step_is_what_is_written(target, corpus, tmp_path, monkeypatch)
     assert steps_of(tmp_path / "run") == [2, 6]
     step = load_model(tmp_path / "run" / "checkpoints" / "2", dtype="bfloat16").params  # a step is a WHERE, too
     for a, b in zip(jax.tree.leaves(step), jax.tree.leaves(load_model(outcome.folder).params), strict=True):
-        assert np.array_equal(a, b)
+        assert np.array_equal(a.astype("bfloat16"), b)  # a step keeps the scales of its norms in float32
 
 
 def test_a_used_folder_is_refused_before_anything_is_done(corpus, tmp_path):
@@ -202,7 +202,7 @@ def test_layers_of_the_target_start_a_student(target, corpus, tmp_path):
 def test_case_93_padded_widths_differ(target, corpus, tmp_path):
     """The tokenizer's size counts: rows past it are padding on either side; too few rows are refused early."""
     size = load_model(target / "model").vocab_size
-    wide = recipes.student(vocab_size=size + 20)
+    wide = recipes.student(width=8, vocab_size=size + 20)  # of width 16 it would be larger than its target
     outcome = distill(draft_recipe(corpus, target, tmp_path / "wide", student={"config": wide}))
     assert outcome is not None
     assert outcome.figures["greedy"]["mean_acceptance_length"] >= 1.0
