@@ -132,6 +132,7 @@ def test_a_row_may_bring_its_own_settings():
     assert outs[3].ids == list(toys.greedy_chain(TABLE, (0, 1, 2), 20))
 
 
+@pytest.mark.slow
 def test_samples_are_distinct_and_reproducible():
     """Cases 35, 37, 104."""
     options = {"sampling": HOT, "samples": 32, "gamma": 3}

@@ -63,7 +63,7 @@ ALTERNATING = Controller(  # rows sit out rounds, each in its own turn
 
 
 @pytest.mark.parametrize("options", [{}, {"width": (1, 4, 5), "controller": ALTERNATING}], ids=["plain", "controller"])
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_after_rejections_it_knows_what_a_fresh_prefill_knows(mixed, options):
     source = drafter(True)
     found = run(mixed_drafter(source) if mixed else source, {"table": NOISY, "ids": None}, new=47, **options)
@@ -107,6 +107,7 @@ def test_the_listed_tokens_and_the_prompts_own_are_drafted_and_no_others(tempera
     assert of_prompts > 3
 
 
+@pytest.mark.slow
 def test_q_is_the_heads_law_over_what_it_scores():
     source, prompts = drafter(False, prompt_ids=2), PROMPTS
     draft = {"table": TABLE, "ids": np.asarray([2, 6], np.int32)}

@@ -87,6 +87,7 @@ def test_a_draft_that_slept_wakes_with_a_right_cache(source):
     assert result.state.round.tolist() == [24] * 4  # 4 + 1 + 1 + 4 tokens in four rounds
 
 
+@pytest.mark.slow
 def test_a_transformer_that_slept_is_still_accepted_wholly():
     """The same on real caches, greedy: a copy of the target, asleep for 40 of every 42 rounds, catches up in pieces."""
     target = t.tiny(layers=1)

@@ -88,6 +88,7 @@ def decided_again(records: list[dict]) -> None:
     assert sum(record["num_drafted"] for record in records) > 5
 
 
+@pytest.mark.slow
 def test_toys_are_traced_and_decided_again(toy_records):
     for records in toy_records.values():
         decided_again(records)
@@ -101,6 +102,7 @@ def test_a_draft_without_distributions_is_traced_and_decided_again(rule):
     decided_again(toy_run("ngram", rule))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", quick("block"))
 def test_a_transformer_is_traced_and_decided_again(rule):
     pair = t.pair(t.tiny(layers=1), t.tiny(t.MID, layers=1))

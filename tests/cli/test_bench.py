@@ -79,7 +79,8 @@ def test_the_report_has_the_documented_fields(bench, rows_file, tmp_path):
     assert found["results"][1]["tokens_per_target_pass"] > 1
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0, 1])
 def test_what_else_is_measured(specjax, model, rows_file, tmp_path, temperature):
     rows = rows_file({"prompt_ids": [5, 17, 42, 5, 17, 42]}, {"prompt_ids": [9, 8]})
     few = ["--dtype", "float32", "--repeats", 1, "--max-new-tokens", 12, "--prompts", rows, "--gamma", 2]

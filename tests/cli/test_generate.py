@@ -72,6 +72,7 @@ def test_the_ids_are_those_of_plain_decoding_with_every_draft(generate, rows_fil
     assert row["stats"]["num_accepted_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_samples_are_numbered_and_differ(generate, rows_file, tmp_path):
     rows = rows_file({"id": "x", "prompt_ids": PROMPT}, {"id": "y", "prompt_ids": []})
     output = tmp_path / "out.jsonl"

@@ -39,7 +39,7 @@ def as_tiny(kind: str, *, listed: bool = False) -> t.Tiny:
 
 
 @pytest.mark.parametrize("listed", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", SLOW)
+@pytest.mark.parametrize("kind", ONE)
 def test_greedy_rows_are_plain_decodings_and_drafts_are_accepted_and_rejected(kind, listed):
     """Sampled rows stand in the same batch; two slots are refilled."""
     temperatures = [0.0, 1.0] * 4
@@ -52,6 +52,7 @@ def test_greedy_rows_are_plain_decodings_and_drafts_are_accepted_and_rejected(ki
     assert 0.1 < t.acceptance(found) < 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ONE)
 def test_a_row_has_the_same_bits_alone_and_among_others(kind):
     together = t.run(program(kind), t.tiny(), as_tiny(kind), t.prompts(), NEW, temperature=[0, 1, 0, 1], batch_size=4)
@@ -89,7 +90,7 @@ def states(kind: str, mixed: bool = False):
 
 
 @pytest.mark.parametrize("mixed", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["mlp", "eagle"])
+@pytest.mark.parametrize("kind", ONE[:2])
 def test_what_a_head_keeps_is_what_a_fresh_prefill_gives(kind, mixed):
     """After rounds of every kind, in mid-generation: true features and entries alone, nothing of rejected drafts."""
     state, fresh = states(kind, mixed)
@@ -125,6 +126,7 @@ def test_a_shared_prefix_gives_the_same_rows(kind):
             np.testing.assert_allclose(a[:, :, :count], b[:, :, :count], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle"])
 def test_after_the_device_failed_rows_go_on_as_they_would_have(kind):
     params = {"target": t.tiny().params, "draft": h.source(kind)[1]}

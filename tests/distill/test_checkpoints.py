@@ -65,6 +65,7 @@ with t.Checkpoints(Path(sys.argv[1])) as kept:
 """
 
 
+@pytest.mark.slow
 def test_case_84_saved_on_8_devices_restored_on_1_and_2(tmp_path):
     run_on_devices(SAVE, 8, str(tmp_path / "run"))
     load = """

@@ -83,6 +83,7 @@ def tokens(batches: Batches, steps) -> list:
     return [batches.batch(step)["tokens"][:, 0].tolist() for step in steps]  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_a_restored_stream_goes_on_with_the_same_rows():
     straight = tokens(make(), range(20))
     first = make()

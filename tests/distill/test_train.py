@@ -131,6 +131,7 @@ def test_case_92_10_and_10_steps_resumed_are_20_straight(target, corpus, tmp_pat
     assert [line["step"] for line in lines(tmp_path / "parts") if line["kind"] == "train"] == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_case_86_88_the_last_step_is_saved_whatever_the_period(corpus, tmp_path):
     train = {"steps": 7, "save_every": 3, "keep": 9}
     distill(recipes.target_recipe(corpus, tmp_path / "period", train=train))

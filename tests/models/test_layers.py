@@ -170,6 +170,6 @@ def test_a_bfloat16_product_accumulates_in_float32():
 
 
 def test_a_linear_layer_adds_its_bias():
-    layer = layers.Linear(2, bias=True)
+    layer = layers.Linear(2, bias=True, axes=("mlp", "embed"))
     params = {"kernel": jnp.asarray([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]]), "bias": jnp.asarray([10.0, 20.0])}
     assert layer.apply({"params": params}, jnp.asarray([1.0, 1.0, 1.0])).tolist() == [16.0, 21.0]
