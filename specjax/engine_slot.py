@@ -205,11 +205,12 @@ class Pace:
         idle_seconds: the most that the device can have waited for the host.
     """
 
+    LEAST = 8  # a call of the loop costs about as much as a round by itself
     MOST = 64
     _HIDE = 3  # a chunk lasts so many times as long as what the host does meanwhile
 
     def __init__(self) -> None:
-        self.chunk = 4
+        self.chunk = self.LEAST
         self.host_seconds = self.wait_seconds = self.idle_seconds = 0.0
         self._waited: float | None = None
         self._last = 0.0
@@ -238,7 +239,7 @@ class Pace:
         if self._hosts:
             self._rounds.append(self._last / rounds)
             wanted = self._HIDE * statistics.median(self._hosts) / max(statistics.median(self._rounds), 1e-9)
-            self.chunk = int(min(max(wanted + 1, 1), self.MOST))
+            self.chunk = int(min(max(wanted + 1, self.LEAST), self.MOST))
 
     def pause(self) -> None:
         """What comes next is no host's work between chunks."""
