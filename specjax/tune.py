@@ -33,6 +33,7 @@ from specjax.verify import rule_for
 
 BRIEF_ROUNDS = 5
 ROUNDS = 25
+_LEAST_SHARE = 0.1  # of a call of one round, that the round costs
 SEVERAL = 5  # rounds of a call, to tell what the call itself costs
 
 
@@ -206,7 +207,8 @@ def measure(
     medians = {d: statistics.median(values) for d, values in seconds.items()}
     width_of = {d: int(np.searchsorted(widths, drafted[d] + 1)) for d in asked}
     fixed = _call_seconds(timer, rounds)
-    apart = {d: max(value - fixed, 0.0) for d, value in medians.items()}
+    # Of a tiny model a call costs more than a round: noise must not make the round free.
+    apart = {d: max(value - fixed, _LEAST_SHARE * value) for d, value in medians.items()}
     step, verify = _fit(apart, width_of, len(widths), free=program.drafter.free)
     catch_up = 0.0
     if timer.has_cache and gamma and timer.lag > 0:

@@ -112,11 +112,10 @@ def measure(pair: Pair, prompts: Sequence[Sequence[int]], spec: ValidationSpec) 
     rows = [bench.BenchPrompt(Row(i, i, prompt_ids=tuple(prompt))) for i, prompt in enumerate(prompts, 1)]
     measured = {}
     for name, temperature in TEMPERATURES.items():
-        report = bench.bench(
+        (result,) = bench.bench(
             pair, rows, gammas=[spec.gamma], repeats=spec.repeats, sampling=SamplingParams(temperature=temperature),
             max_new_tokens=spec.max_new_tokens,
         )  # fmt: skip
-        (result,) = report["results"]
         measured[name] = {
             "ratio": result["ratio"],
             "decode_ratio": result["decode_ratio"],
