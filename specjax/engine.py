@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.engine_slot import DEVICE_ERRORS, Flight, Pace, Request, Result, Slot, Waste, Watcher, out_of_memory
@@ -221,7 +220,7 @@ class Engine:
         if self._last is None or self._last[0] != asked:
             self._last = None  # before the next one is made
             self._last = asked, self._program.row(self._params, prompt, self._prefix)
-        return dataclasses.replace(self._last[1], key=jnp.asarray(prompt.key)[None])
+        return dataclasses.replace(self._last[1], key=np.asarray(prompt.key)[None])
 
     def _dispatch(self, chunk: int | None) -> None:
         began = time.perf_counter()
