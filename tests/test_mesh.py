@@ -83,7 +83,7 @@ def test_other_drafts_and_a_vocabulary_that_is_smaller_than_the_embedding(draft,
 @pytest.mark.parametrize("mesh", ["data=2,model=4,draft=sharded", "data=1,model=8"])
 def test_no_collective_moves_a_vocabulary_or_a_cache(mesh):
     """Read from the compiled decode step, with every transform of sampling in it and log-probabilities kept."""
-    vocab, batch, longest, capacity = 8192, 8, 200, 256
+    vocab, batch, longest, capacity = 32768, 8, 1000, 1024
     found = run(8, "count_collectives.py", "--target", HERE / "data" / LLAMA / "config.json", "--layers", 1,
                 "--vocab", vocab, "--mesh", mesh, "--batch", batch, "--gamma", 3, "--longest", longest)  # fmt: skip
     ways = 4 if "model=4" in mesh else 8
