@@ -24,6 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax import cache as kv
+from specjax import vocabulary
 from specjax.models import layers
 from specjax.models.attention import chunks
 from specjax.models.config import RopeConfig
@@ -146,7 +147,7 @@ def init(config: HeadConfig, key: jax.Array, dtype: Any = jnp.float32, output: j
 
 def embed(config: HeadConfig, embedding: Float[Array, "V D"], tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
     """Return the scaled embedding rows of tokens, float32."""
-    return jnp.take(embedding, tokens, axis=0, mode="clip").astype(jnp.float32) * config.embedding_scale
+    return vocabulary.gather(embedding, tokens).astype(jnp.float32) * config.embedding_scale
 
 
 def logits_of(
@@ -365,7 +366,7 @@ class HeadFn:
 
     def rows_of(self, params: Params, ids: Int[Array, "B X"]) -> Float[Array, "B X D"]:
         """Return the target's output rows of some ids of each row, float32."""
-        return jnp.take(params["output"], ids, axis=0, mode="clip").astype(jnp.float32)
+        return vocabulary.gather(params["output"], ids).astype(jnp.float32)
 
     def logits(self, params: Params, hidden: Float[Array, "B T D"], more: jax.Array | None) -> Float[Array, "B T M"]:
         """Return the logits of the listed tokens, then those of ``more`` [B, X, D] rows."""

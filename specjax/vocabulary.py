@@ -107,18 +107,29 @@ def lookup(table: Float[Array, "V D"], ids: Int[Array, "B T"]) -> Float[Array, "
     """Return the rows of an embedding; an id past its end gives the last row."""
     parts = sharding.partition(table.shape, "vocab", None)
     if sharding.current() is None or parts[0] is None:
-        return jnp.take(table, ids, axis=0, mode="clip")
+        return gather(table, ids)
 
     def mine(part: jax.Array, ids: jax.Array) -> jax.Array:
         at = ids - _first(part, axis=0)
         inside = (at >= 0) & (at < part.shape[0])
-        rows = jnp.take(part, jnp.clip(at, 0, part.shape[0] - 1), axis=0)
+        rows = gather(part, at)
         return lax.psum(jnp.where(inside[..., None], rows, 0), MODEL)
 
     return sharding.local(
         mine, [parts, _rows(ids, 2)], sharding.partition((*ids.shape, 1), "batch", None, None),
         table, jnp.minimum(ids, table.shape[0] - 1),
     )  # fmt: skip
+
+
+def gather(table: Float[Array, "V *rest"], ids: Int[Array, "*rows"]) -> Float[Array, "*rows *rest"]:
+    """Return the rows of a table; an id past an end gives the row at that end.
+
+    A CPU has no bfloat16 gather: the compiler converts the table, and outside a loop it would convert, and keep, all of
+    it. The barrier ties the table to the ids, so that the conversion stays in the loop, where only these rows need it.
+    """
+    if table.dtype != jnp.float32:
+        table, ids = lax.optimization_barrier((table, ids))
+    return jnp.take(table, ids, axis=0, mode="clip")
 
 
 def _first(part: jax.Array, axis: int = -1) -> jax.Array:
