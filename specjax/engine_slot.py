@@ -205,7 +205,7 @@ class Pace:
         idle_seconds: the most that the device can have waited for the host.
     """
 
-    LEAST = 8  # a call of the loop costs about as much as a round by itself
+    LEAST = 4  # a call of the loop costs a few milliseconds by itself
     MOST = 64
     _HIDE = 3  # a chunk lasts so many times as long as what the host does meanwhile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-import toys
+import toy_laws
 from letters import DRAFT, HOT, TABLE, pair, text_of
 
 import specjax
@@ -20,7 +20,7 @@ def ask(prompts, *, of: Pair | None = None, **options):
 
 def test_greedy_text_is_the_chains():
     (out,) = ask("abc")
-    chain = toys.greedy_chain(TABLE, (0, 1, 2), 20)
+    chain = toy_laws.greedy_chain(TABLE, (0, 1, 2), 20)
     assert (out.ids, out.text, out.finish_reason, out.id, out.sample) == (list(chain), text_of(chain), "length", 1, 0)
     assert out.logprobs is None
     assert out.error is None
@@ -67,7 +67,7 @@ def test_an_empty_prompt_starts_from_the_bos():
 def test_small_budgets(budget):
     """Cases 2 and 60."""
     (out,) = ask("abc", max_new_tokens=budget, gamma=8)
-    assert out.ids == list(toys.greedy_chain(TABLE, (0, 1, 2), budget))
+    assert out.ids == list(toy_laws.greedy_chain(TABLE, (0, 1, 2), budget))
     assert (out.finish_reason, out.text) == ("length", text_of(out.ids))
 
 
@@ -81,7 +81,7 @@ def test_the_cache_length_is_the_most_that_prompt_and_output_take():
 
 def test_eos_ids_of_the_model_the_call_and_the_row():
     """Case 46: each of a list stops; the caller's list replaces it; a row's replaces both."""
-    chain = toys.greedy_chain(TABLE, (0, 1, 2), 20)
+    chain = toy_laws.greedy_chain(TABLE, (0, 1, 2), 20)
     seen = list(dict.fromkeys(chain))
     model = pair(eos=(seen[-1], seen[1]))
     (by_model,) = ask("abc", of=model)
@@ -98,7 +98,7 @@ def test_eos_ids_of_the_model_the_call_and_the_row():
 @pytest.mark.parametrize(("gamma", "chunk"), [(4, 64), (4, 1), (16, 64)])
 def test_a_stop_string_cuts_ids_text_logprobs_and_stats_alike(gamma, chunk):
     """Cases 39 and 40, in the middle of a block and at its first token; streamed text is the text."""
-    chain = text_of(toys.greedy_chain(TABLE, (0, 1, 2), 20))
+    chain = text_of(toy_laws.greedy_chain(TABLE, (0, 1, 2), 20))
     (whole,) = ask("abc", gamma=gamma, logprobs=True)
     for stop in (chain[0], chain[2:4], chain[5:8], chain[17:20]):
         streamed: list[str] = []
@@ -129,7 +129,7 @@ def test_a_row_may_bring_its_own_settings():
     )
     assert len(outs[0].ids) == 2
     assert outs[1].ids != outs[2].ids  # their ids are part of the key
-    assert outs[3].ids == list(toys.greedy_chain(TABLE, (0, 1, 2), 20))
+    assert outs[3].ids == list(toy_laws.greedy_chain(TABLE, (0, 1, 2), 20))
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_ids_that_differ_only_by_type_are_two_rows():
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
 def test_every_rule_serves_hot_and_cold_rows(rule):
     outs = ask([{"prompt": "abc", "temperature": 0.0}, {"prompt": "abc", "temperature": 1.0}], rule=rule)
-    assert outs[0].ids == list(toys.greedy_chain(TABLE, (0, 1, 2), 20))
+    assert outs[0].ids == list(toy_laws.greedy_chain(TABLE, (0, 1, 2), 20))
     assert outs[1].stats["speculation"] == "on"
 
 
@@ -177,7 +177,7 @@ def test_a_draft_without_finite_logits_is_left_out():
 
 
 def test_a_target_without_finite_logits_is_an_error_of_its_row():
-    chain = toys.greedy_chain(TABLE, (0, 1, 2), 20)
+    chain = toy_laws.greedy_chain(TABLE, (0, 1, 2), 20)
     broken = np.array(TABLE)
     broken[chain[4], chain[5]] = np.nan
     met = next(i for i in range(19) if chain[i : i + 2] == chain[4:6]) + 2
@@ -197,7 +197,7 @@ def test_a_draft_that_runs_out_of_memory_is_left_out(monkeypatch):
     monkeypatch.setattr(Engine, "run", scarce)
     with pytest.warns(DraftWarning, match="out of memory"):
         (out,) = ask("abc")
-    assert out.ids == list(toys.greedy_chain(TABLE, (0, 1, 2), 20))
+    assert out.ids == list(toy_laws.greedy_chain(TABLE, (0, 1, 2), 20))
     assert "out of memory" in out.stats["speculation"]
     with pytest.raises(CheckpointError, match="required"):
         ask("abc", require_draft=True)
@@ -212,7 +212,7 @@ def test_logprobs_are_the_same_with_a_draft_and_without():
 
 def test_without_a_tokenizer_ids_are_served_and_texts_are_not():
     outs = ask([[0, 1, 2], "abc", {"prompt_ids": [0, 1, 2], "stop": ["a"]}], of=pair(tokenizer=None))
-    assert (outs[0].text, outs[0].ids) == (None, list(toys.greedy_chain(TABLE, (0, 1, 2), 20)))
+    assert (outs[0].text, outs[0].ids) == (None, list(toy_laws.greedy_chain(TABLE, (0, 1, 2), 20)))
     assert [out.finish_reason for out in outs] == ["length", "error", "error"]
 
 

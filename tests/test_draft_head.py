@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy_laws
 import toys
 
 from specjax.draft import head_drafter, mixed_drafter
@@ -79,7 +80,7 @@ def test_after_rejections_it_knows_what_a_fresh_prefill_knows(mixed, options):
 def test_heads_side_by_side_draft_from_one_context():
     """Both score what follows the newest token: at temperature 0 the second draft is the first again, and the last."""
     found = run(drafter(False, positions=2), WHOLE, rule="greedy", temperature=0.0, new=40)
-    chains = [toys.greedy_chain(TABLE, prompt, 40) for prompt in PROMPTS]
+    chains = [toy_laws.greedy_chain(TABLE, prompt, 40) for prompt in PROMPTS]
     assert found.outputs == chains * 2
     output = np.arange(found.state.tokens.shape[1]) < found.state.num_tokens[:, None]
     drafted = found.state.drafted[output & (found.state.drafted > 0)]
@@ -125,7 +126,7 @@ def test_q_is_the_heads_law_over_what_it_scores():
     view = DraftView(jnp.asarray(one.tokens), count, RowSampling(jnp.ones(4)), keys, jnp.ones(4, jnp.int32))
     proposal, _ = source.propose(draft, jax.tree.map(jnp.asarray, one.draft), view, 1, False)
     for row, (prompt, ids) in enumerate(zip(prompts, view_ids, strict=True)):
-        law = toys.next_probs(TABLE, tuple(prompt), 1.0)
+        law = toy_laws.next_probs(TABLE, tuple(prompt), 1.0)
         expected = np.where(np.isin(np.arange(VOCAB), ids), law, 0.0)
         np.testing.assert_allclose(proposal.probs[row, 0], expected / expected.sum(), rtol=1e-5)
 

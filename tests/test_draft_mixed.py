@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy_laws
 import toys
 from test_draft_model import VOCAB, view_of
 
@@ -33,7 +34,7 @@ def test_a_row_with_a_match_looks_up_and_its_mate_asks_the_model():
     proposal, cache = propose(drafter(), view_of([REPEATS, FRESH], 1.0, GAMMA))
     assert proposal.tokens[0].tolist() == [3, 1, 2]
     np.testing.assert_array_equal(proposal.probs[0], np.eye(VOCAB)[[3, 1, 2]])
-    law = toys.next_probs(TABLE, tuple(FRESH), 1.0)
+    law = toy_laws.next_probs(TABLE, tuple(FRESH), 1.0)
     np.testing.assert_allclose(proposal.probs[1, 0], law, rtol=1e-5)
     assert proposal.num_drafted.tolist() == [GAMMA, GAMMA]
     assert cache.length.tolist() == [len(REPEATS) - 1, len(FRESH) - 1 + GAMMA]

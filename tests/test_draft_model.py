@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy_laws
 import toys
 from scipy.special import chdtrc
 
@@ -63,7 +64,7 @@ def test_q_is_the_drafts_law_after_the_tokens_drafted():
     for row, prompt in enumerate(PROMPTS):
         drafted = tuple(proposal.tokens[row].tolist())
         for i in range(3):
-            law = toys.next_probs(TABLE, (*prompt, *drafted[:i]), 0.7)
+            law = toy_laws.next_probs(TABLE, (*prompt, *drafted[:i]), 0.7)
             np.testing.assert_allclose(proposal.probs[row, i], law, rtol=1e-5)
     assert proposal.num_drafted.tolist() == [3] * 4
     assert cache.length.tolist() == [len(p) + 2 for p in PROMPTS]
@@ -73,7 +74,7 @@ def test_drafts_are_drawn_from_q():
     """n = 4,096 first drafts after one context, 8 cells: chi-square with 7 degrees, false alarm 1e-5."""
     n = 4096
     proposal, _ = propose(TABLE, [[2, 3]] * n, gamma=2)
-    law = toys.next_probs(TABLE, (2, 3), 1.0)
+    law = toy_laws.next_probs(TABLE, (2, 3), 1.0)
     seen = np.bincount(proposal.tokens[:, 0], minlength=VOCAB)
     assert chdtrc(VOCAB - 1, np.sum((seen - n * law) ** 2 / (n * law))) > 1e-5
 
@@ -84,7 +85,7 @@ def test_a_cold_row_drafts_its_argmax_with_one_hot_q():
     np.testing.assert_array_equal(hot.tokens, cold.tokens)
     np.testing.assert_array_equal(hot.probs, np.eye(VOCAB)[np.asarray(hot.tokens)])
     for row, prompt in enumerate(PROMPTS):
-        assert tuple(cold.tokens[row].tolist()) == toys.greedy_chain(TABLE, prompt, 3)
+        assert tuple(cold.tokens[row].tolist()) == toy_laws.greedy_chain(TABLE, prompt, 3)
 
 
 def test_ids_past_the_vocabulary_in_use_are_never_drafted():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import tiny as t
+import toy_laws
 import toys
 
 from specjax.engine import Engine, Request
@@ -56,7 +57,7 @@ def test_rows_are_the_same_whatever_the_batch_the_place_and_the_mates(rule, batc
     assert [len(r.ids) for r in whole] == BUDGETS
     assert all(r.finish == Finish.LENGTH for r in whole)
     for i in (0, 4, 7):
-        assert tuple(whole[i].ids.tolist()) == toys.greedy_chain(TABLE, PROMPTS[i], BUDGETS[i])
+        assert tuple(whole[i].ids.tolist()) == toy_laws.greedy_chain(TABLE, PROMPTS[i], BUDGETS[i])
     order = list(range(9, -1, -1))
     turned = run(
         program(rule=rule),
@@ -243,7 +244,7 @@ def test_a_change_of_sampling_holds_from_the_next_dispatched_chunk_on():
     changed = lengths[1]  # the chunk in flight when it was asked for is the last one of before
     ids = found[1].ids.tolist()
     assert ids[:changed] == whole[1].ids.tolist()[:changed]
-    assert ids[changed:] == list(toys.greedy_chain(TABLE, PROMPTS[1] + ids[:changed], 30 - changed))
+    assert ids[changed:] == list(toy_laws.greedy_chain(TABLE, PROMPTS[1] + ids[:changed], 30 - changed))
     assert ids != whole[1].ids.tolist()
     greedy = Engine(t.program(TARGET.fn, vocab=VOCAB), {"target": TABLE, "draft": {}}, batch_size=1, longest=100)
     with pytest.raises(ValueError, match="greedy"):

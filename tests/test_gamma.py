@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny as t
+import toy_laws
 import toys
 from kinds import SOURCES, make_source
 
@@ -118,7 +119,7 @@ def test_a_hopeless_draft_costs_no_more_than_the_account_allows():
     result = run(-TABLE, given, [[2, 3]], max_new=200)
     drafted = rounds_of(result)
     assert result.acceptance == 0
-    assert result.outputs[0] == toys.greedy_chain(TABLE, [2, 3], 200)
+    assert result.outputs[0] == toy_laws.greedy_chain(TABLE, [2, 3], 200)
     verify = np.asarray(given.verify)[np.searchsorted(WIDTHS, drafted + 1)]
     total = float(np.sum(verify + 0.1 * drafted))
     assert 0 < np.count_nonzero(drafted) < 60

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy_laws
 import toys
 
 from specjax.draft import model_drafter, no_drafter
@@ -45,7 +46,7 @@ def fresh_chain(length: int) -> list[int]:
     """Return a prompt whose greedy output begins with ``length`` tokens that all differ."""
     for first in range(VOCAB):
         for second in range(VOCAB):
-            chain = toys.greedy_chain(TABLE, (first, second), length)
+            chain = toy_laws.greedy_chain(TABLE, (first, second), length)
             if len(set(chain)) == length:
                 return [first, second]
     raise AssertionError("the table has no such prompt")
@@ -55,7 +56,7 @@ def fresh_chain(length: int) -> list[int]:
 def test_eos_at_every_offset_of_a_block_ends_the_row_there(draft):
     """Case 1: one row for each offset 0..gamma, all in one batch."""
     prompt = fresh_chain(GAMMA + 1)
-    chain = toys.greedy_chain(TABLE, prompt, GAMMA + 1)
+    chain = toy_laws.greedy_chain(TABLE, prompt, GAMMA + 1)
     result = run([prompt] * (GAMMA + 1), 20, draft=draft, eos=list(chain))
     for offset, output in enumerate(result.outputs):
         assert output == chain[: offset + 1]
@@ -89,7 +90,7 @@ def test_prompts_within_gamma_of_the_limit_end_there_and_overwrite_nothing():
     state = result.state
     assert state.tokens.shape[1] == 128
     for row, prompt in enumerate(prompts):
-        assert result.outputs[row] == toys.greedy_chain(TABLE, prompt, row + 1)
+        assert result.outputs[row] == toy_laws.greedy_chain(TABLE, prompt, row + 1)
         assert (state.num_tokens[row], state.finish[row]) == (longest, Finish.LENGTH)
         for cache in (state.cache, state.draft):
             valid = cache.length[row]
@@ -134,7 +135,7 @@ def test_rows_that_accept_0_2_5_and_all_go_their_own_ways():
     )
     state = result.state
     for row, (prompt, count) in enumerate(zip(prompts, accepted, strict=True)):
-        assert result.outputs[row] == toys.greedy_chain(TABLE, prompt, 40)
+        assert result.outputs[row] == toy_laws.greedy_chain(TABLE, prompt, 40)
         output = slice(len(prompt), len(prompt) + 40)
         np.testing.assert_array_equal(state.place[row, output], np.arange(40) % (count + 1))
         np.testing.assert_array_equal(state.accepted[row, output], np.arange(40) % (count + 1) < count)
@@ -162,7 +163,7 @@ def test_logprobs_are_those_of_the_raw_softmax_and_the_same_with_any_draft():
     for row, output in enumerate(sampled.outputs):
         start = len(prompts[row])
         for i in range(len(output)):
-            law = toys.next_probs(TABLE, (*prompts[row], *output[:i]), 1.0)
+            law = toy_laws.next_probs(TABLE, (*prompts[row], *output[:i]), 1.0)
             assert sampled.state.logprobs[row, start + i] == pytest.approx(np.log(law[output[i]]), abs=2e-5)
 
 
@@ -241,5 +242,5 @@ def test_a_rule_object_of_ones_own_is_used():
         vocab=VOCAB,
         temperature=0.0,
     )
-    assert result.outputs[0] == toys.greedy_chain(TABLE, (1, 2), 9)
+    assert result.outputs[0] == toy_laws.greedy_chain(TABLE, (1, 2), 9)
     assert result.state.round[0] == 9

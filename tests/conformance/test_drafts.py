@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy_laws
 import toys
 from kinds import SOURCES, VARIANTS, make_source
 
@@ -122,4 +123,4 @@ def test_greedy_output_is_that_of_plain_decoding(source, gamma):
         temperature=0.0,
     )
     for prompt, count, output in zip(PROMPTS, [30, 17, 1, 2], run.outputs, strict=True):
-        assert output == toys.greedy_chain(TABLE, prompt, count)
+        assert output == toy_laws.greedy_chain(TABLE, prompt, count)

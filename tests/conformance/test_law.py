@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import toy_laws
 import toys
 from kinds import SAMPLING_RULES, SOURCES, VARIANTS, make_source
 
@@ -83,7 +84,7 @@ def test_cold_rows_are_greedy_in_a_mixed_batch(rule):
         vocab=4,
         temperature=[0.0] * 4 + [1.0] * 4,
     )
-    chains = [toys.greedy_chain(toys.LAW_TABLE, prompt, 12) for prompt in prompts]
+    chains = [toy_laws.greedy_chain(toys.LAW_TABLE, prompt, 12) for prompt in prompts]
     assert run.outputs[:4] == chains[:4]
     assert sum(a != b for a, b in zip(run.outputs[4:], chains[4:], strict=True)) >= 3
     assert np.all(run.state.drafted >= 0)

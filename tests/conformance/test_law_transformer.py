@@ -12,6 +12,7 @@ import itertools
 import numpy as np
 import pytest
 import tiny as t
+import toy_laws
 import toys
 from kinds import SAMPLING_RULES
 
@@ -58,6 +59,6 @@ def test_outputs_of_a_transformer_have_exactly_its_law(rule):
             outputs[i % 2].append(output)
         rates.append(run.acceptance)
     assert 0.3 < np.mean(rates) < 0.9
-    p_value, cells = toys.chi_square(zip(outputs, [exact_law(target, p) for p in PROMPTS], strict=True))
+    p_value, cells = toy_laws.chi_square(zip(outputs, [exact_law(target, p) for p in PROMPTS], strict=True))
     assert cells > 100
     assert p_value > 1e-5

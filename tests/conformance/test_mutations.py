@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy_laws
 import toys
 from test_transforms_law import p_value
 
@@ -214,7 +215,7 @@ def greedy_run(drafter=None, draft=TABLE, check: bool = False) -> toys.Run:
 
 
 def text_is_plain(run: toys.Run) -> bool:
-    return run.outputs == [toys.greedy_chain(TABLE, prompt, 40) for prompt in PROMPTS]
+    return run.outputs == [toy_laws.greedy_chain(TABLE, prompt, 40) for prompt in PROMPTS]
 
 
 def test_unchanged_caches_pass():
@@ -340,7 +341,7 @@ def test_the_blocks_last_index_under_a_gamma_of_each_row(monkeypatch):
 
 def test_top_p_before_temperature(monkeypatch):
     params, prompt, count = s.SamplingParams(temperature=2.0, top_p=0.7), [1], 4
-    exact = toys.transformed_law(toys.LAW_TABLE, prompt, count, None, params)
+    exact = toy_laws.transformed_law(toys.LAW_TABLE, prompt, count, None, params)
 
     def p_value() -> float:
         run = toys.run_batch(
@@ -349,7 +350,7 @@ def test_top_p_before_temperature(monkeypatch):
         )  # fmt: skip
         if not set(run.outputs) <= set(exact):
             return 0.0
-        return toys.chi_square([(run.outputs, exact)])[0]
+        return toy_laws.chi_square([(run.outputs, exact)])[0]
 
     assert p_value() > 1e-5
     right = s.distribution

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import toy_laws
 import toys
 from kinds import SAMPLING_RULES
 
@@ -93,8 +94,8 @@ def p_value(settings, rule, drafter=DRAFTER, draft=DRAFT, *, mask=None, constrai
         for i, output in enumerate(run.outputs):
             outputs[i % len(rows)].append(output)
         rates.append(run.acceptance)
-    laws = [toys.transformed_law(TABLE, prompt, NEW, EOS, params, mask) for prompt, params in rows]
-    return toys.chi_square(zip(outputs, laws, strict=True))[0], float(np.mean(rates))
+    laws = [toy_laws.transformed_law(TABLE, prompt, NEW, EOS, params, mask) for prompt, params in rows]
+    return toy_laws.chi_square(zip(outputs, laws, strict=True))[0], float(np.mean(rates))
 
 
 @pytest.mark.parametrize("rule", ONE_FAST, ids=lambda rule: rule.name)
