@@ -9,7 +9,7 @@ output; what it wrote then is overwritten with what follows from the true featur
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import flax.struct
@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax import cache as kv
 from specjax import numerics
+from specjax.draft import listed
 from specjax.draft.step import choose, no_probs
 from specjax.types import Cache, Context, Drafter, DraftView, Observed, Params, Proposal
 
@@ -85,6 +86,82 @@ class _Block:
     count: Int[Array, " B"]
 
 
+@dataclass(frozen=True)
+class _Step:
+    """One draft step of all rows.
+
+    Attributes:
+        fn, params: the head.
+        prompt_ids, more: the ids that are scored besides the listed ones, and their output rows; or None.
+        view: the rows.
+        rows: that a row's step runs over; those after the first are filler that a later step writes over.
+        vocab_size: V.
+        quick: the draft is the scores' argmax; nothing else is wanted of them.
+    """
+
+    fn: HeadFn
+    params: Params
+    prompt_ids: jax.Array | None
+    more: jax.Array | None
+    view: DraftView
+    rows: int
+    vocab_size: int
+    quick: bool
+
+    def run(self, block: _Block, i: jax.Array | int) -> tuple[jax.Array, Cache]:
+        """Run the newest token, after which i are drafted."""
+        batch = block.last.shape[0]
+        tokens = jnp.broadcast_to(block.last[:, None], (batch, self.rows))
+        features = jnp.broadcast_to(block.feature[:, None], (batch, self.rows, block.feature.shape[-1]))
+        return self.fn.advance(self.params, tokens, features, kv.rollback(block.cache, self.view.num_tokens - 1 + i))
+
+    def scored(self, hidden: jax.Array) -> jax.Array:
+        """Return the scores of the listed tokens, then of the prompt's; -inf where a prompt has no more."""
+        ids, scores = self.params["ids"], self.fn.logits(self.params, hidden, self.more)
+        if ids is None:
+            return scores[..., : self.vocab_size]
+        if self.prompt_ids is None:
+            return scores
+        always = jnp.ones((hidden.shape[0], ids.shape[0]), jnp.bool_)
+        there = jnp.concatenate([always, self.prompt_ids < self.vocab_size], axis=1)
+        return jnp.where(there[:, None], scores, -jnp.inf)
+
+    def take(self, block: _Block, scores: jax.Array, i: jax.Array) -> _Block:
+        """Draw the i-th draft from its scores."""
+        ids = self.params["ids"]
+        if self.quick:
+            place = numerics.argmax(scores)
+            token, probs, context = listed.id_at(ids, self.prompt_ids, place), None, None
+            possible = jnp.ones(token.shape, jnp.bool_)
+        else:
+            logits = listed.whole(scores, ids, self.prompt_ids, self.vocab_size)
+            token, probs, context, possible = choose(logits, self.view, block.context, block.probs, i)
+        return replace(
+            block,
+            last=token,
+            drafts=lax.dynamic_update_slice(block.drafts, token[:, None], (0, i)),
+            probs=probs,
+            finite=block.finite & jnp.isfinite(jnp.max(scores, axis=-1)),
+            context=context,
+            count=block.count + (possible & (block.count == i)),
+        )
+
+    def onward(self, i: jax.Array, block: _Block) -> _Block:
+        """Draft the i-th token from the head's own output."""
+        hidden, cache = self.run(block, i)
+        return self.take(replace(block, cache=cache, feature=hidden[:, 0]), self.scored(hidden)[:, 0], i)
+
+    def side_by_side(self, block: _Block, steps: jax.Array) -> _Block:
+        """Draft so many tokens from one run of heads that stand side by side."""
+
+        def together() -> jax.Array:
+            return self.scored(self.run(block, 0)[0][:, 0])
+
+        size = jax.eval_shape(together)
+        scores = lax.cond(steps > 0, together, lambda: jnp.zeros(size.shape, size.dtype))
+        return lax.fori_loop(0, steps, lambda i, block: self.take(block, scores[:, i], i), block)
+
+
 def head_drafter(fn: HeadFn, vocab_size: int, *, prompt_ids: int = 0, least_rows: int = 1) -> Drafter:
     """Return a source that drafts with a head over the target's features, under the same transforms as the target.
 
@@ -101,7 +178,7 @@ def head_drafter(fn: HeadFn, vocab_size: int, *, prompt_ids: int = 0, least_rows
         cache = fn.init_cache(batch, capacity)
         further = None
         if prompt_ids and params["ids"] is not None:
-            further = _unlisted(tokens, num_tokens, params["ids"], prompt_ids, vocab_size)
+            further = listed.unlisted(tokens, num_tokens, params["ids"], prompt_ids, vocab_size)
         return HeadState(cache, jnp.zeros((batch, kv.round_up(capacity), fn.width), jnp.float32), further)
 
     def observe(params, state: HeadState, seen: Observed) -> HeadState:
@@ -116,50 +193,9 @@ def head_drafter(fn: HeadFn, vocab_size: int, *, prompt_ids: int = 0, least_rows
 
     def propose(params, state: HeadState, view: DraftView, gamma: int, greedy: bool):
         batch, start = view.tokens.shape[0], view.num_tokens - 1
-        rows = max(1, -(-least_rows // batch))
         more = None if state.prompt_ids is None else fn.rows_of(params, state.prompt_ids)
         quick = greedy and view.context is None and view.sampling.bias is None
-
-        def run(block: _Block, i: jax.Array | int) -> tuple[jax.Array, Cache]:
-            """Run the newest token; the rows after the first are filler that a later step writes over."""
-            tokens = jnp.broadcast_to(block.last[:, None], (batch, rows))
-            features = jnp.broadcast_to(block.feature[:, None], (batch, rows, block.feature.shape[-1]))
-            hidden, cache = fn.advance(params, tokens, features, kv.rollback(block.cache, start + i))
-            return hidden, cache
-
-        def take(block: _Block, scores: jax.Array, i: jax.Array) -> _Block:
-            """Draw the i-th draft from the scores of the listed tokens and of the prompt's."""
-            if quick:
-                place = numerics.argmax(scores)
-                token, probs, context = _id_at(params["ids"], state.prompt_ids, place), None, None
-                possible = jnp.ones((batch,), jnp.bool_)
-            else:
-                logits = _whole(scores, params["ids"], state.prompt_ids, vocab_size)
-                token, probs, context, possible = choose(logits, view, block.context, block.probs, i)
-            return replace(
-                block,
-                last=token,
-                drafts=lax.dynamic_update_slice(block.drafts, token[:, None], (0, i)),
-                probs=probs,
-                finite=block.finite & jnp.isfinite(jnp.max(scores, axis=-1)),
-                context=context,
-                count=block.count + (possible & (block.count == i)),
-            )
-
-        def scored(hidden: jax.Array) -> jax.Array:
-            scores = fn.logits(params, hidden, more)
-            if params["ids"] is None:
-                return scores[..., :vocab_size]
-            if state.prompt_ids is None:
-                return scores
-            listed = jnp.ones((batch, params["ids"].shape[0]), jnp.bool_)
-            there = jnp.concatenate([listed, state.prompt_ids < vocab_size], axis=1)
-            return jnp.where(there[:, None], scores, -jnp.inf)
-
-        def step(i, block: _Block) -> _Block:
-            hidden, cache = run(block, i)
-            return take(replace(block, cache=cache, feature=hidden[:, 0]), scored(hidden)[:, 0], i)
-
+        step = _Step(fn, params, state.prompt_ids, more, view, max(1, -(-least_rows // batch)), vocab_size, quick)
         block = _Block(
             cache=state.cache,
             last=jnp.take_along_axis(view.tokens, start[:, None], axis=1)[:, 0],
@@ -173,15 +209,9 @@ def head_drafter(fn: HeadFn, vocab_size: int, *, prompt_ids: int = 0, least_rows
         steps = jnp.max(view.gamma)
         if fn.positions:
             steps = jnp.minimum(steps, fn.positions)
-
-            def together() -> jax.Array:
-                return scored(run(block, 0)[0][:, 0])
-
-            size = jax.eval_shape(together)
-            scores = lax.cond(steps > 0, together, lambda: jnp.zeros(size.shape, size.dtype))
-            block = lax.fori_loop(0, steps, lambda i, block: take(block, scores[:, i], i), block)
+            block = step.side_by_side(block, steps)
         else:
-            block = lax.fori_loop(0, steps, step, block)
+            block = lax.fori_loop(0, steps, step.onward, block)
         state = replace(state, cache=kv.rollback(block.cache, state.cache.length))
         num_drafted = jnp.minimum(view.gamma, block.count)
         return Proposal(block.drafts, block.probs, num_drafted, block.finite, steps=steps), state
@@ -198,35 +228,3 @@ def _feature(state: HeadState, position: Int[Array, " B"]) -> Float[Array, "B D"
     """Return the feature that stands before a position; zeros at the first."""
     found = jnp.take_along_axis(state.features, jnp.maximum(position - 1, 0)[:, None, None], axis=1)[:, 0]
     return jnp.where(position[:, None] > 0, found, 0.0)
-
-
-def _unlisted(tokens: jax.Array, num_tokens: jax.Array, ids: jax.Array, count: int, vocab: int) -> jax.Array:
-    """Return up to ``count`` different ids of each prompt that are not listed, ascending; V past them."""
-    valid = jnp.arange(tokens.shape[1]) < num_tokens[:, None]
-    there = jnp.zeros((tokens.shape[0], vocab), jnp.bool_)
-    row = jnp.arange(tokens.shape[0])[:, None]
-    there = there.at[row, jnp.where(valid, tokens, vocab)].set(True, mode="drop")
-    there = there.at[:, ids].set(False)
-    return jax.vmap(lambda own: jnp.nonzero(own, size=count, fill_value=vocab)[0])(there).astype(jnp.int32)
-
-
-def _whole(scores: jax.Array, ids: jax.Array | None, prompt_ids: jax.Array | None, vocab: int) -> jax.Array:
-    """Return logits [B, V]: scores at the ids that they are of, -inf elsewhere. No id comes twice."""
-    if ids is None:
-        return scores
-    batch, listed = scores.shape[0], ids.shape[0]
-    logits = jnp.full((batch, vocab), -jnp.inf, jnp.float32).at[:, ids].set(scores[:, :listed])
-    if prompt_ids is None:
-        return logits
-    return logits.at[jnp.arange(batch)[:, None], prompt_ids].set(scores[:, listed:], mode="drop")
-
-
-def _id_at(ids: jax.Array | None, prompt_ids: jax.Array | None, place: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Return the ids that the places of scores stand for."""
-    if ids is None:
-        return place
-    found = ids[jnp.minimum(place, ids.shape[0] - 1)]
-    if prompt_ids is None:
-        return found
-    further = jnp.take_along_axis(prompt_ids, jnp.maximum(place - ids.shape[0], 0)[:, None], axis=1)[:, 0]
-    return jnp.where(place < ids.shape[0], found, further)
