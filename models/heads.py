@@ -151,7 +151,11 @@ def embed(config: HeadConfig, embedding: Float[Array, "V D"], tokens: Int[Array,
 
 
 def logits_of(
-    params: Params, outputs: Float[Array, "*b D"], rows: Float[Array, "M D"], cap: float | None = None
+    params: Params,
+    outputs: Float[Array, "*b D"],
+    rows: Float[Array, "M D"],
+    cap: float | None = None,
+    dtype: Any = None,
 ) -> Float[Array, "*b M"]:
     """Return the logits of the output's rows: the head's own, or ``rows`` of the target.
 
@@ -159,9 +163,10 @@ def logits_of(
         params: the head's.
         outputs: [..., D], from ``outputs``.
         rows: [M, D]; not read where the head has its own.
-        cap: the target's soft cap.
+        cap: the target's soft cap, or None.
+        dtype: as in ``outputs``.
     """
-    return layers.soft_cap(layers.matmul(outputs, params.get("output", rows)), cap)
+    return layers.soft_cap(layers.matmul(outputs, params.get("output", rows), dtype), cap)
 
 
 def outputs(
@@ -172,6 +177,7 @@ def outputs(
     embedding: Float[Array, "V D"],
     steps: int = 1,
     position: Int[Array, "B T"] | None = None,
+    dtype: Any = None,
 ) -> Float[Array, "S B T D"]:
     """Run a head over whole texts, teacher-forced, for training; ``logits_of`` takes what comes out.
 
@@ -187,6 +193,7 @@ def outputs(
         embedding: [V, D], the target's.
         steps: S.
         position: [B, T], each token's place in its own text, 0, 1, ..., where several texts stand in a row; None: one.
+        dtype: of the products, forwards and backwards; None: that of each matrix.
 
     Raises:
         ValueError: more steps than the head has.
@@ -195,21 +202,21 @@ def outputs(
     if steps < 1 or (most is not None and steps > most):
         raise ValueError(f"steps is {steps}; expected 1..{most or 'any'} for a head of kind {config.kind}.")
     if config.kind == "early_exit":
-        return _final(config, params, _exit(config, params, features))[None]
+        return _final(config, params, _exit(config, params, features, dtype))[None]
     if position is None:
         position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     embedded = embed(config, embedding, tokens)
     if config.kind == "medusa":
-        mixed = _joined(config, params, embedded, _later(features, position))
-        each = _final(config, params, _medusa(config, params, mixed))
+        mixed = _joined(config, params, embedded, _later(features, position), dtype)
+        each = _final(config, params, _medusa(config, params, mixed, dtype))
         return jnp.stack([_later(each[..., i, :], position, i) for i in range(steps)])
     held, found = [], []
     feature = features
     for _ in range(steps):
-        mixed = _joined(config, params, embedded, _later(feature, position))
+        mixed = _joined(config, params, embedded, _later(feature, position), dtype)
         if config.kind == "eagle":
-            mixed = mixed + _attend_all(config, params, mixed, position, held)
-        feature = mixed + _mlp(config, params, mixed)
+            mixed = mixed + _attend_all(config, params, mixed, position, held, dtype)
+        feature = mixed + _mlp(config, params, mixed, dtype)
         found.append(_final(config, params, feature))
     return jnp.stack(found)
 
@@ -238,48 +245,50 @@ def _final(config: HeadConfig, params: Params, hidden: jax.Array) -> jax.Array:
     return _norm(config, hidden, params["norm"])
 
 
-def _joined(config: HeadConfig, params: Params, embedded: jax.Array, feature: jax.Array) -> jax.Array:
-    return layers.matmul(jnp.concatenate([embedded, _unit(config, feature)], axis=-1), params["fc"])
+def _joined(config: HeadConfig, params: Params, embedded: jax.Array, feature: jax.Array, dtype=None) -> jax.Array:
+    return layers.matmul(jnp.concatenate([embedded, _unit(config, feature)], axis=-1), params["fc"], dtype)
 
 
-def _mlp(config: HeadConfig, params: Params, x: jax.Array) -> jax.Array:
+def _mlp(config: HeadConfig, params: Params, x: jax.Array, dtype=None) -> jax.Array:
     x = _norm(config, x, params["mlp_norm"])
-    gate = jax.nn.silu(layers.matmul(x, params["gate"]))
-    return layers.matmul(gate * layers.matmul(x, params["up"]), params["down"])
+    gate = jax.nn.silu(layers.matmul(x, params["gate"], dtype))
+    return layers.matmul(gate * layers.matmul(x, params["up"], dtype), params["down"], dtype)
 
 
-def _medusa(config: HeadConfig, params: Params, mixed: jax.Array) -> jax.Array:
+def _medusa(config: HeadConfig, params: Params, mixed: jax.Array, dtype=None) -> jax.Array:
     """Return [..., K, D]."""
     d = config.width
-    each = layers.matmul(mixed, params["blocks"].reshape(-1, d)).reshape(*mixed.shape[:-1], config.positions, d)
-    return mixed[..., None, :] + jax.nn.silu(each)
+    each = layers.matmul(mixed, params["blocks"].reshape(-1, d), dtype)
+    return mixed[..., None, :] + jax.nn.silu(each.reshape(*mixed.shape[:-1], config.positions, d))
 
 
-def _exit(config: HeadConfig, params: Params, stream: jax.Array) -> jax.Array:
+def _exit(config: HeadConfig, params: Params, stream: jax.Array, dtype=None) -> jax.Array:
     x = _unit(config, stream)
-    return x + layers.matmul(jax.nn.silu(layers.matmul(x, params["down"])), params["up"]) if config.adapter else x
+    if not config.adapter:
+        return x
+    return x + layers.matmul(jax.nn.silu(layers.matmul(x, params["down"], dtype)), params["up"], dtype)
 
 
-def _heads(config: HeadConfig, params: Params, mixed: jax.Array, positions: jax.Array) -> list[jax.Array]:
+def _heads(config: HeadConfig, params: Params, mixed: jax.Array, positions: jax.Array, dtype=None) -> list[jax.Array]:
     """Return queries, keys and values [B, heads, T, H] of a layer's input, turned to their positions [B, T]."""
     x = _norm(config, mixed, params["attention_norm"])
     frequencies = layers.rope_frequencies(RopeConfig(rope_theta=config.rope_theta), config.head_dim, 0)
     angles = layers.rope_angles(*frequencies, positions)
     found = []
     for name in ("q", "k", "v"):
-        y = layers.matmul(x, params[name]).reshape(*x.shape[:2], -1, config.head_dim).swapaxes(1, 2)
+        y = layers.matmul(x, params[name], dtype).reshape(*x.shape[:2], -1, config.head_dim).swapaxes(1, 2)
         found.append(y if name == "v" else layers.rotate(y, angles))
     return found
 
 
-def _out(params: Params, mixed: jax.Array) -> jax.Array:
+def _out(params: Params, mixed: jax.Array, dtype=None) -> jax.Array:
     """Join the heads [B, N, T, H]."""
     batch, _, num, _ = mixed.shape
-    return layers.matmul(mixed.swapaxes(1, 2).reshape(batch, num, -1), params["out"])
+    return layers.matmul(mixed.swapaxes(1, 2).reshape(batch, num, -1), params["out"], dtype)
 
 
 def _attend_all(
-    config: HeadConfig, params: Params, mixed: jax.Array, position: jax.Array, held: list[Any]
+    config: HeadConfig, params: Params, mixed: jax.Array, position: jax.Array, held: list[Any], dtype: Any
 ) -> jax.Array:
     """Attend over whole texts at one more own-feature step; ``held`` has keys and values of the steps before.
 
@@ -287,7 +296,7 @@ def _attend_all(
     step, the r-th at t - s + r.
     """
     batch, num = mixed.shape[:2]
-    q, k, v = _heads(config, params, mixed, position)
+    q, k, v = _heads(config, params, mixed, position, dtype)
     held.append((k, v))
     step, groups = len(held) - 1, config.num_kv_heads
     q = q.reshape(batch, groups, -1, num, config.head_dim) * config.head_dim**-0.5
@@ -303,7 +312,7 @@ def _attend_all(
     out = jnp.einsum("bgnts,bgsh->bgnth", weights[..., :num], true_values, precision=exact)
     for r, (_, value) in enumerate(own):
         out += weights[..., num + r, None] * value[:, :, None]
-    return _out(params, out.reshape(batch, -1, num, config.head_dim))
+    return _out(params, out.reshape(batch, -1, num, config.head_dim), dtype)
 
 
 def _moved(x: jax.Array, by: int) -> jax.Array:

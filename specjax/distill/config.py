@@ -30,10 +30,13 @@ class StudentSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     Attributes:
         kind: a name of ``specjax.distill.student.KINDS``.
-        config: of a "model" from scratch: keys of its ``config.json``, without the vocabulary.
+        config: of a "model" from scratch: keys of its ``config.json``, without the vocabulary. Of a head: sizes of
+            ``specjax.models.heads.HeadConfig`` that the target does not say, and ``prompt_ids``.
         layers: of a "model": these layers of the teacher, with its embedding and head, to start from.
         init: a folder to start from, in the place of both.
         head_ids: M, a trimmed output head over the M most frequent tokens of the corpus; 0: all.
+        steps: of a head: own-feature steps that are trained, S; 0: as many as its kind wants.
+        step_weights: of a head: their weights in the loss; default: 0.8 to the power of 0 .. S - 1.
         dtype: the weights' dtype in the folder that is written.
     """
 
@@ -42,6 +45,8 @@ class StudentSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     layers: list[int] = []
     init: str = ""
     head_ids: int = 0
+    steps: int = 0
+    step_weights: list[float] = []
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
 
@@ -304,6 +309,10 @@ def _problems(recipe: Recipe, losses: set[str]):
             yield "a mix needs shares of data, teacher or student, none below 0."
         if (mix.teacher or mix.student) and not recipe.has_teacher:
             yield "responses of a teacher or student need a teacher."
+    if student.kind != "model" and not recipe.has_teacher:
+        yield f"student.kind {student.kind!r} reads its teacher's features; expected a teacher."
+    if student.kind != "model" and any(mix.student for mix in recipe.mixes):
+        yield "a head writes no texts by itself, its own are the teacher's: leave student out of the mix."
     for name, parts in (("loss", recipe.losses), ("mix", recipe.mixes)):
         if parts[0].start != 0 or any(not 0 <= part.start < 1 for part in parts):
             yield f"the first {name} starts at 0, the others below 1."

@@ -20,6 +20,7 @@ from specjax.distill.config import StudentSpec
 from specjax.errors import UsageError
 from specjax.models.config import DecoderConfig, Family
 from specjax.models.decoder import DecoderFn
+from specjax.models.heads import KINDS as HEADS
 from specjax.models.registry import family_for
 from specjax.pair import Draft, Model, draft_of
 from specjax.text import Tokenizer
@@ -191,6 +192,8 @@ def make_model(spec: StudentSpec, base: Base, *, dtype: str, remat: bool) -> Mod
     Raises:
         UsageError: not exactly one of them, or one that cannot be had.
     """
+    if spec.steps or spec.step_weights:
+        raise UsageError("student.steps and student.step_weights are of heads; a model has none.")
     given = [name for name in ("config", "layers", "init") if getattr(spec, name)]
     if len(given) != 1:
         raise UsageError(
@@ -241,7 +244,20 @@ def from_layers(base: Base, layers: list[int]) -> tuple[dict[str, Any], Params]:
     return hf_config, params
 
 
-KINDS: dict[str, Callable[..., Any]] = {"model": make_model}
+def make_head(spec: StudentSpec, base: Base, *, dtype: str, remat: bool) -> Student:
+    """Return a head; see ``specjax.distill.head_student``.
+
+    Raises:
+        UsageError: ``remat`` is asked for, or what that one refuses.
+    """
+    from specjax.distill.head_student import HeadStudent
+
+    if remat:
+        raise UsageError("train.remat is of models: a head is one layer deep.")
+    return HeadStudent(spec, base, dtype=dtype)
+
+
+KINDS: dict[str, Callable[..., Any]] = {"model": make_model, **dict.fromkeys(HEADS, make_head)}
 
 
 def make_student(spec: StudentSpec, base: Base, *, dtype: str, remat: bool) -> Student:

@@ -246,12 +246,15 @@ def test_a_wrong_recipe_is_refused(tmp_path, text, message):
         read_recipe(path)
 
 
-@pytest.mark.parametrize("name", ["tiny-target", "tiny-draft"])
-def test_recipes_that_ship_are_read_by_name_and_survive_being_written(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("tiny-target", "stories.jsonl"), ("tiny-draft", "stories.jsonl"), ("smollm2-head", "prompts.jsonl")],
+)
+def test_recipes_that_ship_are_read_by_name_and_survive_being_written(name, data, tmp_path):
     recipe = read_recipe(name, data="mine.jsonl")
     assert recipe.data == "mine.jsonl"
     assert recipe.card == CardSpec()  # what it says of its own texts is not said of others
-    assert read_recipe(name, data="elsewhere/stories.jsonl").card.licence == "Apache-2.0"
+    assert read_recipe(name, data=f"elsewhere/{data}").card.licence == "Apache-2.0"
     (tmp_path / "again.toml").write_text(as_toml(recipe))
     assert read_recipe(tmp_path / "again.toml") == recipe
     with pytest.raises(UsageError, match=r"one of .*tiny-draft"):
