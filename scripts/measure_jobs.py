@@ -67,6 +67,8 @@ def main() -> None:
                         default=["batching", "speculation", "memory"])  # fmt: skip
     parser.add_argument("--rows", type=int, default=10_000, help="of the tiny pair")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sides", nargs="+", choices=("plain", "speculative"), default=["plain", "speculative"],
+                        help="of batching")  # fmt: skip
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -153,7 +155,8 @@ def batching(pair: Pair, rows: list[Request], args: argparse.Namespace) -> dict[
     table = Table("16 slots, 64 rows", "continuous", "static", "ratio (min-max)", "device idle")
     report = {}
     groups = [rows[i : i + 16] for i in range(0, len(rows), 16)]
-    for name, one in (("plain", Pair(pair.target, no_draft())), ("speculative", pair)):
+    sides = {"plain": Pair(pair.target, no_draft()), "speculative": pair}
+    for name, one in ((side, sides[side]) for side in args.sides):
         found = alternate(
             {
                 "continuous": lambda one=one: drain(engine_of(one, rows, 16, args.gamma), [rows]),
