@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specjax.checkpoint.conversion import convert
-from specjax.checkpoint.files import MissingCheckpoint, cache_folder
+from specjax.checkpoint.files import MissingCheckpoint, NetworkError, cache_folder
 from specjax.checkpoint.hf import Checkpoint, load_folder, save_folder
 from specjax.checkpoint.known import fetch, fetched_folder, names
 from specjax.checkpoint.where import Header, inspect_checkpoint, load_checkpoint, resolve
@@ -12,6 +12,7 @@ __all__ = [
     "Checkpoint",
     "Header",
     "MissingCheckpoint",
+    "NetworkError",
     "cache_folder",
     "convert",
     "fetch",

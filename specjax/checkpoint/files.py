@@ -18,6 +18,10 @@ class MissingCheckpoint(CheckpointError):
     """A checkpoint that is not there: a path that does not exist, or an id that the hub does not give."""
 
 
+class NetworkError(CheckpointError):
+    """A model that is not here and cannot be fetched, because the network does not answer."""
+
+
 def cache_folder() -> Path:
     """Return the folder for fetched and converted models (not created here).
 

