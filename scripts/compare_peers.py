@@ -38,6 +38,7 @@ from specjax.bench import BenchPrompt, read_prompts
 from specjax.checkpoint import cache_folder
 from specjax.pair import Model, load
 from specjax.requests import prompt_ids
+from specjax.sampling import SamplingParams
 
 Ids = list[int]
 
@@ -86,8 +87,8 @@ def ours(args: argparse.Namespace) -> dict[str, Callable[[Ids], Ids]]:
         pair = load(args.target, draft, dtype=args.dtype)
 
         def run(ids: Ids, pair=pair) -> Ids:
-            options = {"gamma": args.gamma, "max_new_tokens": args.max_new_tokens, "ignore_eos": True}
-            return generate(pair, [ids], **options)[0].ids
+            whole = SamplingParams(min_new_tokens=args.max_new_tokens)  # as transformers keeps a text from ending
+            return generate(pair, [ids], gamma=args.gamma, max_new_tokens=args.max_new_tokens, sampling=whole)[0].ids
 
         found[name] = run
     return found
