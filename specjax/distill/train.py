@@ -256,6 +256,8 @@ class Run:
             spec = self.recipe.validation
             found |= validate.acceptance(pair, self.corpus.validation_prompts(), spec)
             found["score"] = validate.score_of(found)
+        elif "cross_entropy" in found:
+            found["score"] = -found["cross_entropy"]
         metrics.write(step, "validation", found)
         self.say(f"step {step}: {_summary(found)}")
         return found

@@ -160,6 +160,17 @@ def test_the_best_step_is_what_is_written(target, corpus, tmp_path, monkeypatch)
         assert np.array_equal(a.astype("bfloat16"), b)  # a step keeps the scales of its norms in float32
 
 
+@pytest.mark.slow
+def test_from_text_alone_the_lowest_held_out_cross_entropy_is_what_is_written(corpus, tmp_path):
+    """At such a learning rate the first validation is the best one."""
+    train = {"steps": 6, "keep": 1, "learning_rate": 1.0, "clip": 0.0, "warmup": 5}
+    outcome = distill(recipes.target_recipe(corpus, tmp_path / "run", train=train, validation={"every": 1}))
+    assert outcome is not None
+    found = {line["step"]: line["cross_entropy"] for line in lines(tmp_path / "run") if line["kind"] == "validation"}
+    assert outcome.step == min(found, key=found.__getitem__) < 6
+    assert outcome.figures["cross_entropy"] == found[outcome.step]
+
+
 def test_a_used_folder_is_refused_before_anything_is_done(corpus, tmp_path):
     made = recipes.target_recipe(corpus, tmp_path / "run")
     (tmp_path / "run").mkdir()
