@@ -118,14 +118,14 @@ def test_temporary_memory_is_less_than_one_cache():
     assert memory.temp_size_in_bytes < one
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "model"])
 def test_no_copy_of_the_embedding_is_kept_in_bfloat16(draft):
     """A CPU gathers bfloat16 from a converted table; hoisted out of the loop, that would be all of it."""
     tiny = t.tiny(layers=LAYERS)
     fn = dataclasses.replace(tiny.fn, config=dataclasses.replace(tiny.fn.config, vocab_size=1 << 14), dtype="bfloat16")
-    program = t.program(fn, draft, gamma=0 if draft == "none" else 1, width=2, check=False, vocab=1 << 14)
+    program = t.program(fn, draft, fn, gamma=0 if draft == "none" else 1, width=2, check=False, vocab=1 << 14)
     weights = jax.eval_shape(fn.init_params, jax.random.key(0))
-    params = {"target": weights, "draft": ()}
+    params = {"target": weights, "draft": weights if draft == "model" else ()}
     state = program.shapes(params, 1, 100)
     memory = program._step.lower(params, state, np.int32(3)).compile().memory_analysis()
     assert weights["embedding"].dtype == "bfloat16"
