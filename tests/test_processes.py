@@ -20,10 +20,17 @@ from specjax.errors import UsageError
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "tests" / "data" / "llama-gqa-tied"
 COUNT = 30
+# Small parts, and a rest after each: a signal sent after the first parts must find the job at work.
 CODE = """
-import sys
+import sys, time
 import specjax.distributed as d, specjax.jobs.parts as parts
 d.HEARTBEAT_SECONDS, d.CHUNK, parts.ROWS = 10, 2, 2
+flush = parts.Parts.flush
+def slowly(self):
+    rows = self.written
+    flush(self)
+    time.sleep(0.5 if self.written > rows else 0)
+parts.Parts.flush = slowly
 from specjax.cli.main import main
 sys.exit(main())
 """
