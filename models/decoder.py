@@ -80,10 +80,15 @@ class Decoder(nn.Module):
             x, keys[:place], values[:place] = scan.run(
                 c, self.dtype, self.attention, stacks, x, keys[:place], values[:place], start, angles
             )
-        block_type = nn.remat(Block) if self.remat else Block
+        run = self._layer()
         for i in range(begin, last):
-            block, at = block_type(c, c.kind(i), self.dtype, self.attention, name=f"layers_{i}"), place + i - begin
-            x, keys[at], values[at] = block(x, keys[at], values[at], start, angles[c.rope_of(i)])
+            at, given = place + i - begin, (start, angles[c.rope_of(i)])
+            if self.is_initializing():
+                block = Block(c, c.kind(i), self.dtype, self.attention, name=f"layers_{i}")
+                x, keys[at], values[at] = block(x, keys[at], values[at], *given)
+            else:
+                params = self.get_variable("params", f"layers_{i}")
+                x, keys[at], values[at] = run(c.kind(i), params, x, keys[at], values[at], *given)
         held: Any = cache
         if isinstance(cache, Cache):
             held = Cache(k=tuple(keys), v=tuple(values), length=start + num_new)
@@ -105,6 +110,17 @@ class Decoder(nn.Module):
             chosen = jnp.take_along_axis(x, logits[:, None, None], axis=1)
             scores = vocabulary.keep(layers.soft_cap(layers.matmul(chosen, head, self.dtype)[:, 0], c.logit_cap))
         return ModelOutput(scores, held, (stream if part else x) if features else None)
+
+    def _layer(self):
+        """Return ``(kind, params, x, k, v, start, angles) -> x, k, v``, which traces layers that are alike once."""
+
+        def run(kind, params, x, k, v, start, angles):
+            block = Block(self.config, kind, self.dtype, self.attention, parent=None)
+            return block.apply({"params": params}, x, k, v, start, angles)
+
+        if self.remat:
+            run = jax.checkpoint(run, static_argnums=0)
+        return jax.jit(run, static_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,8 @@ def measured(args: argparse.Namespace) -> dict[str, int]:
     step = program._step.lower(params, state, np.int32(8)).compile().memory_analysis()  # type: ignore[attr-defined]
     prompt = Prompt([1] * (args.cache_length - 1), args.cache_length, (), row_key(0, 0))
     tokens = np.ones((1, bucket(len(prompt.ids))), np.int32)
-    row = program._row.lower(params, tokens, program._rows([prompt])).compile().memory_analysis()  # type: ignore[attr-defined]
+    count = np.asarray([len(prompt.ids)], np.int32)
+    row = program._fill.lower(params, tokens, count, None).compile().memory_analysis()  # type: ignore[attr-defined]
     views = step.output_size_in_bytes - step.alias_size_in_bytes
     return {
         "target": on_one_device(params["target"]),

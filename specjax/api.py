@@ -16,7 +16,7 @@ from specjax.engine_slot import DEVICE_ERRORS, out_of_memory
 from specjax.generate import Program, Prompt
 from specjax.outputs import RowWriter, result_row
 from specjax.pair import SPECULATION_ON, Pair, first_line, unusable
-from specjax.requests import Job, Options, Refused, as_rows, check, jobs_of, plan_of, shared_prefix
+from specjax.requests import Job, Options, Refused, as_rows, check, jobs_of, longest_of, plan_of, shared_prefix
 from specjax.rows import BadRow, Row, row_name
 from specjax.sampling import features_of
 from specjax.speculation import Plan
@@ -228,7 +228,7 @@ class Call:
             program = program.reporting(self._tracer.take)
         params: dict[str, Any] = {"target": target.params, "draft": self._draft.params}
         batch_size = self.pair.layout.rows(min(options.batch_size, len(jobs)))
-        longest = max(prompt.limit for prompt in prompts)
+        longest = longest_of(options, prompts)
         if plan.controller is not None:
             key = tune.key_of(params, self._draft.kind, rule.name, batch_size, plan.widths)
             params["costs"] = tune.costs_for(program, params, key, longest=longest, sampling=prompts[0].sampling)

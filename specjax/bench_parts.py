@@ -26,7 +26,7 @@ from specjax import cache as kv
 from specjax.api import program_for
 from specjax.generate import Program, capacity_for
 from specjax.pair import Model, Pair
-from specjax.requests import Job, Options, jobs_of
+from specjax.requests import Job, Options, jobs_of, longest_of
 from specjax.rows import Row
 from specjax.timing import RoundTimer, per_round
 from specjax.types import ModelFn, Params
@@ -70,7 +70,7 @@ def measure_parts(
     }
     programs = {side: program_for(pairs[side], asked[side], prompts[side]) for side in pairs}
     some = prompts["plain"]
-    batch, longest = min(asked["plain"].batch_size, len(some)), max(prompt.limit for prompt in some)
+    batch, longest = min(asked["plain"].batch_size, len(some)), longest_of(asked["plain"], some)
     held = int(statistics.median((len(prompt.ids) + prompt.limit) // 2 for prompt in some))
     params = {side: {"target": target.params, "draft": pairs[side].draft.params} for side in programs}
     calls: dict[tuple[str, str, int], Callable[[], float]] = {}

@@ -91,13 +91,39 @@ class HeldPrefix:
         return prefill.Prefix(self.cache, np.int32(pieces), self.features) if pieces else None
 
 
-def start(
+def filled(
     params: dict[str, Params],
     tokens: jax.Array,
-    rows: dict[str, Any],
+    count: jax.Array,
+    prefix: prefill.Prefix | None = None,
     *,
     target_fn: ModelFn,
     drafter: Drafter,
+    capacity: int,
+) -> tuple[Cache, Any]:
+    """Prefill prompts: return the target's cache and the draft's state. What rows ask for is not in this program.
+
+    Args:
+        params: ``{"target": ..., "draft": ...}``.
+        tokens: [B, T] padded prompts.
+        count: [B] tokens of each.
+        prefix: what they begin with, or None.
+        target_fn, drafter: the parts.
+        capacity: positions to allocate.
+    """
+    capacity = kv.round_up(max(capacity, tokens.shape[1]))
+    return prefill.observed(
+        target_fn, params["target"], tokens, count, capacity, prefix,
+        None if drafter.observe is None else functools.partial(drafter.observe, params["draft"]),
+        drafter.init(params["draft"], tokens, count, capacity),
+    )  # fmt: skip
+
+
+def start(
+    tokens: jax.Array,
+    rows: dict[str, Any],
+    held: tuple[Cache, Any],
+    *,
     capacity: int,
     vocab_size: int,
     logprobs: bool,
@@ -107,11 +133,10 @@ def start(
     """Return the state of rows that are prefilled and have run no round.
 
     Args:
-        params: ``{"target": ..., "draft": ...}``.
         tokens: [B, T] padded prompts.
-        rows: ``num_tokens`` [B], ``limit`` [B], ``eos`` [B, E], ``key`` [B, 2], ``sampling``, ``gamma`` [B], ``prefix``
-            or None.
-        target_fn, drafter, controller: the parts.
+        rows: ``num_tokens`` [B], ``limit`` [B], ``eos`` [B, E], ``key`` [B, 2], ``sampling``, ``gamma`` [B].
+        held: what ``filled`` returned.
+        controller: of gamma, or None.
         capacity: positions to allocate.
         vocab_size: V, the vocabulary in use.
         logprobs: keep log-probabilities.
@@ -122,11 +147,7 @@ def start(
     count = rows["num_tokens"]
     zeros = jnp.zeros((batch,), jnp.int32)
     top_logprobs = top_logprobs if logprobs else 0
-    cache, draft = prefill.observed(
-        target_fn, params["target"], tokens, count, capacity, rows.get("prefix"),
-        None if drafter.observe is None else functools.partial(drafter.observe, params["draft"]),
-        drafter.init(params["draft"], tokens, count, capacity),
-    )  # fmt: skip
+    cache, draft = held
 
     def record(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
         return jnp.zeros((batch, capacity, *shape), dtype)
@@ -208,14 +229,9 @@ class Program:
         self.gamma, self.widths, self.drafter, self.vocab_size = gamma, widths_of(gamma, width), drafter, vocab_size
         self.num_eos = num_eos
         self._features = features
+        self._filled = functools.partial(filled, target_fn=target_fn, drafter=drafter)
         self._start = functools.partial(
-            start,
-            target_fn=target_fn,
-            drafter=drafter,
-            vocab_size=vocab_size,
-            logprobs=logprobs,
-            top_logprobs=top_logprobs,
-            controller=controller,
+            start, vocab_size=vocab_size, logprobs=logprobs, top_logprobs=top_logprobs, controller=controller
         )
         self.greedy = rule.greedy
         self.controlled = controller is not None  # params["costs"] are its own
@@ -223,6 +239,7 @@ class Program:
         self._empty: dict[tuple[int, int], Callable[[], RoundState]] = {}
         self.layout, jit = layout, layout.jit
         self._step = jit(self._one_step, read=True, donate_argnums=1)
+        self._fill = jit(self._one_filled)  # apart from the row's settings: one program, whatever they are
         self._row = jit(self._one_row)
         self._restore = jit(self._restored_row)
         self._prefix = jit(functools.partial(prefill.whole, target_fn, features=drafter.observe is not None))
@@ -248,7 +265,12 @@ class Program:
         """Return the shapes of such a state; those of ``params`` are enough."""
         rows = self._rows([Prompt([0], 1, (), np.zeros(2, np.uint32))] * batch)
         tokens = jnp.zeros((batch, prefill.SMALLEST_BUCKET), jnp.int32)
-        traced = functools.partial(self._start, capacity=capacity_for(longest, self.widths[-1]))
+        capacity = capacity_for(longest, self.widths[-1])
+
+        def traced(params, tokens, rows) -> RoundState:
+            held = self._filled(params, tokens, rows["num_tokens"], capacity=capacity)
+            return self._start(tokens, rows, held, capacity=capacity)
+
         return jax.eval_shape(traced, params, tokens, rows)
 
     def midway(self, params: dict[str, Params], batch: int, longest: int, prompt: Prompt) -> RoundState:
@@ -263,7 +285,7 @@ class Program:
             finish=jnp.full((batch,), int(Finish.RUNNING), jnp.int32),
             draft_on=jnp.ones((batch,), jnp.bool_),
             cache=kv.rollback(state.cache, jnp.asarray(rows["num_tokens"] - 1)),
-            **{name: jax.tree.map(jnp.asarray, value) for name, value in rows.items() if name != "prefix"},
+            **{name: jax.tree.map(jnp.asarray, value) for name, value in rows.items()},
         )
 
     def insert(self, params: dict[str, Params], state: RoundState, prompt: Prompt, slot: int) -> RoundState:
@@ -275,7 +297,8 @@ class Program:
 
         The row is computed by itself in the bucket of its own length, so no bit depends on the other rows.
         """
-        return self._row(params, _padded(prompt.ids), self._rows([prompt], prefix))
+        tokens, rows = _padded(prompt.ids), self._rows([prompt])
+        return self._row(tokens, rows, self._fill(params, tokens, rows["num_tokens"], _of(prefix, prompt)))
 
     def put(self, state: RoundState, row: RoundState, slot: int) -> RoundState:
         """Put a row into a slot. ``state`` is donated."""
@@ -298,7 +321,8 @@ class Program:
             "status": np.asarray([saved.status], np.int32),
             "draft_on": np.asarray([saved.draft_on]),
         }
-        return self._restore(params, tokens, _padded(prompt.ids), self._rows([prompt], prefix), {**fields, **records})
+        saves = {**fields, **records}
+        return self._restore(params, tokens, _padded(prompt.ids), self._rows([prompt]), _of(prefix, prompt), saves)
 
     def prefix(self, params: dict[str, Params], ids: Sequence[int]) -> HeldPrefix | None:
         """Prefill a text that many prompts begin with, in whole pieces; None where it has not one."""
@@ -346,7 +370,7 @@ class Program:
         """Overwrite a slot with zeros: a row that met NaN may have left some, and 0 * NaN is NaN. Donates ``state``."""
         return self._blank(state, np.int32(slot))
 
-    def _rows(self, prompts: list[Prompt], prefix: HeldPrefix | None = None) -> dict[str, Any]:
+    def _rows(self, prompts: list[Prompt]) -> dict[str, Any]:
         eos = np.full((len(prompts), self.num_eos), -1, np.int32)
         for i, prompt in enumerate(prompts):
             eos[i, : len(prompt.eos)] = prompt.eos
@@ -356,18 +380,22 @@ class Program:
             "eos": eos,
             "key": np.stack([p.key for p in prompts]),
             "sampling": stack([p.sampling for p in prompts], self._features, self.vocab_size),
-            "prefix": None if prefix is None else prefix.of(prompts[0].ids),
             "gamma": np.asarray([p.gamma for p in prompts], np.int32),
         }
 
-    def _one_row(self, params, tokens, rows) -> RoundState:
-        return self._start(params, tokens, rows, capacity=tokens.shape[1])
+    def _one_filled(self, params, tokens, count, prefix) -> tuple[Cache, Any]:
+        return self._filled(params, tokens, count, prefix, capacity=tokens.shape[1])
 
-    def _restored_row(self, params, tokens, prompt, rows, saved) -> RoundState:
+    def _one_row(self, tokens, rows, held) -> RoundState:
+        return self._start(tokens, rows, held, capacity=tokens.shape[1])
+
+    def _restored_row(self, params, tokens, prompt, rows, prefix, saved) -> RoundState:
+        # In one program: the caches have the capacity of the whole text, the prompt the bucket of its own.
+        held = self._filled(params, prompt, rows["num_tokens"], prefix, capacity=tokens.shape[1])
+        row = self._start(prompt, rows, held, capacity=tokens.shape[1])
         return slots.restored(
-            self._start, params, tokens, prompt, rows, saved,
-            target_fn=self._target_fn, drafter=self.drafter, width=self.widths[-1],
-        )  # fmt: skip
+            row, params, tokens, saved, target_fn=self._target_fn, drafter=self.drafter, width=self.widths[-1]
+        )
 
     def _one_step(self, params, state: RoundState, round_limit) -> tuple[RoundState, slots.View]:
         before = self._fits(state)
@@ -381,6 +409,10 @@ class Program:
     def _blank_row(state: RoundState, slot) -> RoundState:
         row = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), state)
         return put_row(state, dataclasses.replace(row, finish=jnp.full((1,), int(Finish.EMPTY), jnp.int32)), slot)
+
+
+def _of(prefix: HeldPrefix | None, prompt: Prompt) -> prefill.Prefix | None:
+    return None if prefix is None else prefix.of(prompt.ids)
 
 
 def _padded(ids: Sequence[int] | np.ndarray, size: int | None = None) -> np.ndarray:

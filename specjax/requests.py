@@ -45,7 +45,8 @@ class Options:
         logprobs: keep each token's log-probability, raw and as sampled.
         top_logprobs: N, those of the N most probable tokens too, up to 64; it implies ``logprobs``.
         batch_size: rows at once.
-        cache_length: the most tokens of prompt and output together (default: the model's context).
+        cache_length: the most tokens of prompt and output together (default: the model's context); the caches hold so
+            many (default: as many as the longest row asks for), so that calls with the same one share a program.
         prefix: text that stands before every prompt, as a system message of chats; its whole pieces of 256 tokens are
             prefilled once.
         raw: no chat template for texts.
@@ -235,6 +236,11 @@ def spelled(options: Options, target: Model) -> Options:
         raise UsageError(f"ban_sequence: {error}") from error
     sampling = dataclasses.replace(options.sampling, ban_sequences=[*options.sampling.ban_sequences, *spelled])
     return dataclasses.replace(options, sampling=sampling)
+
+
+def longest_of(options: Options, prompts: Sequence[Prompt]) -> int:
+    """Return how many tokens a row's caches hold."""
+    return options.cache_length or max(prompt.limit for prompt in prompts)
 
 
 def _prompt(row: Row, target: Model, options: Options) -> Prompt:

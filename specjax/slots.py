@@ -3,7 +3,6 @@ back from their confirmed ids. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -75,11 +74,9 @@ def view_of(state: RoundState, fits: jax.Array) -> View:
 
 
 def restored(
-    start: Callable[..., RoundState],
+    row: RoundState,
     params: dict[str, Params],
     tokens: jax.Array,
-    prompt: jax.Array,
-    rows: dict[str, Any],
     saved: dict[str, Any],
     *,
     target_fn: ModelFn,
@@ -91,16 +88,13 @@ def restored(
     A step of that width is what wrote each entry first, so at one width the entries are the same bits.
 
     Args:
-        start: ``generate.start`` with its parts.
+        row: the state of its prompt, prefilled, of capacity T or more.
         params: ``{"target": ..., "draft": ...}``.
         tokens: [1, T] prompt and output, padded; T is at least their number and ``width`` more.
-        prompt: [1, P] the prompt, padded to its own bucket.
-        rows: as ``generate.start`` takes them.
         saved: ``num_tokens``, ``round``, ``status``, ``draft_on`` [1], and the records [1, T, ...] without the tokens.
         target_fn, drafter, width: of the program.
     """
     capacity = tokens.shape[1]
-    row = start(params, prompt, rows, capacity=capacity)
     first, count = row.num_tokens[0] - 1, saved["num_tokens"][0]
 
     def feed(i: jax.Array, carry: tuple[Cache, Any]) -> tuple[Cache, Any]:

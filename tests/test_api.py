@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -9,9 +11,13 @@ import toy_laws
 from letters import DRAFT, HOT, TABLE, pair, text_of
 
 import specjax
+from specjax import api
+from specjax.api import program_for
 from specjax.engine import Engine
 from specjax.errors import CheckpointError, UsageError
 from specjax.pair import DraftWarning, Pair
+
+TINY = Path(__file__).parent / "data" / "llama-gqa-tied"
 
 
 def ask(prompts, *, of: Pair | None = None, **options):
@@ -77,6 +83,23 @@ def test_the_cache_length_is_the_most_that_prompt_and_output_take():
     assert "12 tokens" in outs[0].error
     assert [len(out.ids) for out in outs[1:]] == [1, 2, 4, 5, 11]
     assert {out.finish_reason for out in outs[1:]} == {"length"}
+
+
+def test_calls_with_one_cache_length_share_a_program_and_nothing_else_changes(monkeypatch):
+    loaded = specjax.load(TINY, "ngram", dtype="float32")
+    calls = [([1, 2, 3], 3), ([1, 2, 3] * 50, 40), ([7], 100)]
+
+    def ids(**options):
+        return [ask([prompt], of=loaded, max_new_tokens=n, width=3, gamma=2, **options)[0].ids for prompt, n in calls]
+
+    programs = []
+    monkeypatch.setattr(api, "program_for", lambda *given: programs.append(program_for(*given)) or programs[-1])
+    expected = ids()
+    before = programs[-1]._step._cache_size()
+    assert before >= 2
+    assert ids(cache_length=300) == expected
+    assert len(set(programs)) == 1
+    assert programs[0]._step._cache_size() == before + 1
 
 
 def test_eos_ids_of_the_model_the_call_and_the_row():

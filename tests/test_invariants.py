@@ -33,10 +33,12 @@ def lowered(stage: str):
     if stage == "decode":
         return program._step.lower(params, state, np.int32(3))
     rows = program._rows([Prompt([1], 9, (), row_key(0, 0))])
-    arguments = params, np.zeros((1, 32), np.int32), rows
+    tokens = np.zeros((1, 32), np.int32)
+    arguments = params, tokens, rows["num_tokens"], None
     if stage == "put":
-        return program._put.lower(state, jax.eval_shape(program._one_row, *arguments), np.int32(0))
-    return program._row.lower(*arguments)
+        held = jax.eval_shape(program._one_filled, *arguments)
+        return program._put.lower(state, jax.eval_shape(program._one_row, tokens, rows, held), np.int32(0))
+    return program._fill.lower(*arguments)
 
 
 @functools.cache
@@ -137,13 +139,13 @@ def test_lengths_settings_and_batches_compile_once_per_bucket():
     target, draft = t.tiny(layers=LAYERS), t.tiny(t.MID, layers=LAYERS)
     program = t.program(target.fn, "model", draft.fn, gamma=GAMMA, rule="rejection", check=False)
     engine = Engine(program, parts()[1], batch_size=4, longest=LONGEST)
-    before = program._row._cache_size(), program._step._cache_size()
+    before = program._fill._cache_size(), program._step._cache_size()
     lengths = [*range(1, 20, 2), *range(33, 52, 2)]
     requests = [
         Request(n, Prompt([1] * n, n + 1 + n % 3, (), row_key(0, n), SamplingParams(temperature=n / 50)))
         for n in lengths
     ]
     assert len(list(engine.run(requests, chunk=2))) == 20
-    after = program._row._cache_size(), program._step._cache_size()
+    after = program._fill._cache_size(), program._step._cache_size()
     assert after[0] - before[0] <= 2
     assert after[1] - before[1] <= 1

@@ -12,7 +12,7 @@ import toy_laws
 
 from specjax import cache as kv
 from specjax.draft import model_drafter
-from specjax.generate import capacity_for, make_decoder, widths_of
+from specjax.generate import capacity_for, filled, make_decoder, widths_of
 from specjax.generate import start as start_rows
 from specjax.sampling import SamplingParams, features_of, fold, purpose_key, row_key, stack
 from specjax.types import (
@@ -251,16 +251,11 @@ def _compiled(target_fn, drafter, rule, gamma, vocab, width, check, logprobs, ca
     if key not in _CACHE:
 
         def start(params, tokens, rows):
+            held = filled(
+                params, tokens, rows["num_tokens"], target_fn=target_fn, drafter=drafter, capacity=capacity
+            )
             return start_rows(
-                params,
-                tokens,
-                rows,
-                target_fn=target_fn,
-                drafter=drafter,
-                capacity=capacity,
-                vocab_size=vocab,
-                logprobs=logprobs,
-                controller=controller,
+                tokens, rows, held, capacity=capacity, vocab_size=vocab, logprobs=logprobs, controller=controller
             )
 
         decode = make_decoder(
