@@ -10,7 +10,7 @@ Run nothing else meanwhile.
     speculation  the same rows, speculative against plain, through 1, 4 and 16 slots.
     device idle  the most that the device can have waited for the host between chunks, as a share of all; the JSON
                  has also host_seconds, what the host did while chunks ran.
-    memory       many rows through the tiny pair of tests/data as a job: resident memory as rows are written, every id
+    memory       many rows through the embedded pair, tiny, as a job: resident memory as rows are written, every id
                  once, rows/s.
 """
 
@@ -40,13 +40,13 @@ from specjax.generate import Program, Prompt
 from specjax.jobs import Place, run_job
 from specjax.jobs.manifest import versions
 from specjax.pair import Pair, load, no_draft
+from specjax.pair_names import EMBEDDED_PAIR
 from specjax.requests import Options
 from specjax.rows import parse_rows
 from specjax.sampling import row_key
 from specjax.speculation import plan
 from specjax.verify import RULES
 
-TINY = Path(__file__).resolve().parents[1] / "tests" / "data" / "llama-gqa-tied"
 TEXTS = (
     "Write a short story about a fox who finds a map.", "Explain how a bicycle stays upright.",
     "Give me a recipe for pancakes.", "What should I see in Rome in two days?",
@@ -206,7 +206,7 @@ def speculation(pair: Pair, rows: list[Request], args: argparse.Namespace) -> di
 
 def memory(count: int) -> dict[str, Any]:
     """Run many rows through the tiny pair; watch the resident memory."""
-    pair = load(TINY, f"{TINY}.draft-mid", dtype="float32", require_draft=True)
+    pair = load(pair=EMBEDDED_PAIR, dtype="float32", require_draft=True)
     generator = np.random.default_rng(0)
     lines = (
         json.dumps({"id": i, "prompt_ids": generator.integers(1, 320, 6).tolist(),

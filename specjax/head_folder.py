@@ -258,17 +258,11 @@ def head_of(head: Head, target: Model) -> tuple[Drafter, Params]:
         "ids": None if head.ids is None else jnp.asarray(head.ids),
     }
     head_fn = HeadFn(config, fn.cache_dtype, fn.config.logit_cap)
-    least_rows = 2 if target.dtype == "bfloat16" else 1
     if config.kind == "early_exit":
         if fn.scan_layers:
             raise UsageError(
                 f"Head {head.name} runs some layers by themselves, and scan_layers stacks them; leave one."
             )
-        early = sources.early_exit_drafter(
-            fn, config.layers, target.vocab_size, trained_exit=head_fn.exit, least_rows=least_rows
-        )
-        return early, params
-    drafter = sources.head_drafter(
-        head_fn, target.vocab_size, prompt_ids=config.prompt_ids if config.num_ids else 0, least_rows=least_rows
-    )
-    return drafter, params
+        return sources.early_exit_drafter(fn, config.layers, target.vocab_size, trained_exit=head_fn.exit), params
+    prompt_ids = config.prompt_ids if config.num_ids else 0
+    return sources.head_drafter(head_fn, target.vocab_size, prompt_ids=prompt_ids), params

@@ -339,8 +339,7 @@ def early_exit_of(target: Model, layers: int) -> Draft:
     total = fn.config.num_layers if isinstance(fn, DecoderFn) else None
     if total is not None and layers >= total:
         raise UsageError(f"early-exit:{layers}: {target.name} has {total} layers; expected 1..{total - 1}.")
-    rows = 2 if target.dtype == "bfloat16" else 1
-    drafter = sources.early_exit_drafter(target.program_fn, layers, target.num_logits, least_rows=rows)
+    drafter = sources.early_exit_drafter(target.program_fn, layers, target.num_logits)
     return Draft(f"{EARLY_EXIT}:{layers}", drafter, {})
 
 

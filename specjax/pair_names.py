@@ -10,6 +10,7 @@ import msgspec
 from specjax.errors import UsageError
 
 DEFAULT_PAIR = "smollm2"
+EMBEDDED_PAIR = "tiny"  # its weights are part of the package
 MIXED = "mixed:"
 
 

@@ -18,13 +18,16 @@ from specjax.types import Cache, ModelFn, Observed, Params
 
 # A long prompt runs in pieces of this many tokens, with a traced count of pieces.
 PIECE = 256
-# A prompt is padded to the smallest of these, then to multiples of the last by doubling: one program per bucket.
+# A prompt is padded to a multiple of this, past one piece to a power of two of pieces: one program per bucket.
 SMALLEST_BUCKET = 32
 
 
 def bucket(num_tokens: int) -> int:
-    """Return the padded length of a prompt: the smallest power of two, at least 32, that holds it."""
-    return max(SMALLEST_BUCKET, 1 << max(num_tokens - 1, 0).bit_length())
+    """Return the padded length of a prompt: up to a piece by steps, for their cost is that of their length; past it by
+    doubling, for pieces that hold nothing do not run."""
+    if num_tokens <= PIECE:
+        return max(-(-num_tokens // SMALLEST_BUCKET), 1) * SMALLEST_BUCKET
+    return 1 << (num_tokens - 1).bit_length()
 
 
 @flax.struct.dataclass

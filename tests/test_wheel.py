@@ -54,7 +54,7 @@ def test_the_wheel_holds_the_tree_and_nothing_more(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = [name for name in archive.namelist() if name.endswith("/LICENSE")]
-    data = shipped(".toml") | shipped(".json") | shipped(".yaml")
+    data = set().union(*(shipped(suffix) for suffix in (".toml", ".json", ".yaml", ".safetensors", ".md")))
     assert names == shipped(".py") | data | {"specjax/py.typed"}
     assert {name.split("/")[0] for name in names} == {"specjax"}
     assert len(licences) == 1
@@ -100,6 +100,12 @@ def test_a_pair_is_decoded_from_another_folder(installed, tmp_path):
     )
     assert len(row["ids"]) == 12
     assert row["stats"]["num_accepted_tokens"] > 0
+
+
+def test_the_pair_that_ships_writes_from_another_folder(installed, tmp_path):
+    row = generate_installed(installed, tmp_path, "Once upon a time,", "--pair", "tiny", "--max-new-tokens", "12")
+    assert row["stats"]["num_accepted_tokens"] > 0
+    assert row["text"].strip()
 
 
 @pytest.mark.slow

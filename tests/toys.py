@@ -251,9 +251,7 @@ def _compiled(target_fn, drafter, rule, gamma, vocab, width, check, logprobs, ca
     if key not in _CACHE:
 
         def start(params, tokens, rows):
-            held = filled(
-                params, tokens, rows["num_tokens"], target_fn=target_fn, drafter=drafter, capacity=capacity
-            )
+            held = filled(params, tokens, rows["num_tokens"], target_fn=target_fn, drafter=drafter, capacity=capacity)
             return start_rows(
                 tokens, rows, held, capacity=capacity, vocab_size=vocab, logprobs=logprobs, controller=controller
             )

@@ -153,6 +153,21 @@ class Generate(SamplingOptions, PairOptions):
             if found:
                 raise UsageError(message)
 
+    def load(self, *, require_draft: bool, mesh: str | None = None) -> Pair:
+        """Load the pair; where the default one needs a network that is not there, the one that ships, and say so."""
+        from specjax.checkpoint import NetworkError
+        from specjax.pair_names import EMBEDDED_PAIR
+
+        try:
+            return super().load(require_draft=require_draft, mesh=mesh)
+        except NetworkError as error:
+            if self.target is not None or self.pair is not None:
+                raise
+            note(f"{error}")
+            note(f"Without a network: the pair that ships, {EMBEDDED_PAIR}, which goes on with a simple story.")
+            embedded = dataclasses.replace(self, pair=EMBEDDED_PAIR)
+            return super(Generate, embedded).load(require_draft=require_draft, mesh=mesh)
+
     def options(self) -> dict[str, Any]:
         """Return the options of ``specjax.generate``.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ def card(recipe: Recipe, student: str, data: dict[str, Any], figures: dict[str, 
         data: counts of rows and tokens.
         figures: of the last validation: held-out loss, acceptance, prediction and measurement.
     """
+    recipe = msgspec.structs.replace(recipe, data=Path(recipe.data).name)  # a card travels, a path does not
     title = recipe.card.title or "A draft made with specjax distill"
     teacher = f"distilled from {recipe.teacher}" if recipe.has_teacher else "trained from text alone"
     parts = [

@@ -37,7 +37,7 @@ class _Block:
 
 
 def early_exit_drafter(
-    target_fn: ModelFn, layers: int, vocab_size: int, *, trained_exit: Exit | None = None, least_rows: int = 1
+    target_fn: ModelFn, layers: int, vocab_size: int, *, trained_exit: Exit | None = None
 ) -> Drafter:
     """Return a source that decodes with the first layers of the target, through its norm and head.
 
@@ -51,7 +51,6 @@ def early_exit_drafter(
         vocab_size: V, the vocabulary in use.
         trained_exit: ``(params["draft"], stream [B, D] after layer N) -> logits [B, V]``, instead of the target's norm
             and head.
-        least_rows: a step runs over at least this many rows in all; bfloat16 products want two.
 
     Raises:
         ValueError: layers below 1.
@@ -63,7 +62,7 @@ def early_exit_drafter(
         target = view.target
         assert target is not None
         batch, width, start = view.tokens.shape[0], target.width, target.cache.length
-        rows = width if target.exact else min(max(1, -(-least_rows // batch)), width)
+        rows = width if target.exact else 1
 
         def run(i, block: _Block, scored: bool) -> tuple[ModelOutput, _Block, jax.Array]:
             """Run the rows from the i-th of the block on; later ones are filler that a later step writes over."""

@@ -94,7 +94,6 @@ class _Step:
         fn, params: the head.
         prompt_ids, more: the ids that are scored besides the listed ones, and their output rows; or None.
         view: the rows.
-        rows: that a row's step runs over; those after the first are filler that a later step writes over.
         vocab_size: V.
         quick: the draft is the scores' argmax; nothing else is wanted of them.
     """
@@ -104,16 +103,13 @@ class _Step:
     prompt_ids: jax.Array | None
     more: jax.Array | None
     view: DraftView
-    rows: int
     vocab_size: int
     quick: bool
 
     def run(self, block: _Block, i: jax.Array | int) -> tuple[jax.Array, Cache]:
         """Run the newest token, after which i are drafted."""
-        batch = block.last.shape[0]
-        tokens = jnp.broadcast_to(block.last[:, None], (batch, self.rows))
-        features = jnp.broadcast_to(block.feature[:, None], (batch, self.rows, block.feature.shape[-1]))
-        return self.fn.advance(self.params, tokens, features, kv.rollback(block.cache, self.view.num_tokens - 1 + i))
+        cache = kv.rollback(block.cache, self.view.num_tokens - 1 + i)
+        return self.fn.advance(self.params, block.last[:, None], block.feature[:, None], cache)
 
     def scored(self, hidden: jax.Array) -> jax.Array:
         """Return the scores of the listed tokens, then of the prompt's; -inf where a prompt has no more."""
@@ -162,7 +158,7 @@ class _Step:
         return lax.fori_loop(0, steps, lambda i, block: self.take(block, scores[:, i], i), block)
 
 
-def head_drafter(fn: HeadFn, vocab_size: int, *, prompt_ids: int = 0, least_rows: int = 1) -> Drafter:
+def head_drafter(fn: HeadFn, vocab_size: int, *, prompt_ids: int = 0) -> Drafter:
     """Return a source that drafts with a head over the target's features, under the same transforms as the target.
 
     Args:
@@ -170,7 +166,6 @@ def head_drafter(fn: HeadFn, vocab_size: int, *, prompt_ids: int = 0, least_rows
         vocab_size: V, the vocabulary in use.
         prompt_ids: X, how many ids of a row's own prompt are scored besides the listed ones; the lowest, where the
             prompt has more.
-        least_rows: a step runs over at least this many rows in all; bfloat16 products want two.
     """
 
     def init(params, tokens, num_tokens, capacity) -> HeadState:
@@ -195,7 +190,7 @@ def head_drafter(fn: HeadFn, vocab_size: int, *, prompt_ids: int = 0, least_rows
         batch, start = view.tokens.shape[0], view.num_tokens - 1
         more = None if state.prompt_ids is None else fn.rows_of(params, state.prompt_ids)
         quick = greedy and view.context is None and view.sampling.bias is None
-        step = _Step(fn, params, state.prompt_ids, more, view, max(1, -(-least_rows // batch)), vocab_size, quick)
+        step = _Step(fn, params, state.prompt_ids, more, view, vocab_size, quick)
         block = _Block(
             cache=state.cache,
             last=jnp.take_along_axis(view.tokens, start[:, None], axis=1)[:, 0],

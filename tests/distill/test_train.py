@@ -47,6 +47,7 @@ def test_text_alone_trains_a_target_that_is_read_back(target, corpus):
     card = (target / "model" / "README.md").read_text()
     assert "trained from text alone" in card
     assert "vocab_size = 300" in card
+    assert 'data = "texts.jsonl"' in card  # its name, not where it lay
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
                  "generation_config.json"):  # fmt: skip
         assert (target / "model" / name).is_file()
