@@ -110,7 +110,7 @@ def _openings(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         # The model begins with its own space: after one of ours few tokens are likely.
         opening = random.Random(f"{given.seed} {i}").choice(OPENINGS[kind]).rstrip(" ")
         yield {
-            "id": f"{kind}-{i}", "prompt": before + opening, "temperature": 0.8, "top_p": 0.95, "seed": given.seed,
+            "id": f"{kind}-{i}", "prompt": before + opening, "temperature": 0.7, "seed": given.seed,
             "max_new_tokens": 200 if kind in _LONG else 60,
         }  # fmt: skip
 
